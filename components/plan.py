@@ -22,7 +22,7 @@ from lathe.train.shape import model_config
 from lathe_base.config.excerpt import excerpt_text
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import fetch
 
 log = logging.getLogger("lathe")
@@ -84,6 +84,7 @@ def plan(
             f"the recipe that finetunes has Data.Train.dataset.split {split}, and the pipeline's "
             f"{splits['recipe']}: it would train on what the others hold out",
             "give both the same: -o Data.Train.dataset.split=[80,10,10]",
+            Code.CONFLICTING_OPTIONS,
         )
     for name, settings in SETTINGS.items():
         found[name] = excerpt_text(recipes[recipe_argument(name)], [*settings, RESTARTS])

@@ -15,8 +15,6 @@ from lathe_base.errors import EXPECTED_ERRORS, explain
 from lathe_launch.parent import die_with_tied_shell
 from lathe_launch.shape import WorkerFailed
 
-ERROR = "error: "
-
 
 class _MarkEveryLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
@@ -60,7 +58,7 @@ def stage(
     except EXPECTED_ERRORS as error:
         told = explain(error)
         for line in str(told).splitlines():
-            log.error("%s%s", ERROR, line)
+            log.error("error[%s]: %s", told.code, line)
         was_killed = isinstance(error, WorkerFailed) and error.exit_code < 0
         raise SystemExit(CRASHED if was_killed else told.status) from error
 

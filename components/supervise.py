@@ -90,7 +90,8 @@ class _Supervisor:
                 return status
             left = max(allowed - restarts, 0)
             if not left:
-                print(f"{MARK}error: the step {why}; restarts left: 0", flush=True)
+                code = "unreachable" if status == UNAVAILABLE else "killed"
+                print(f"{MARK}error[{code}]: the step {why}; restarts left: 0", flush=True)
                 return status
             restarts += 1
             print(f"{MARK}the step {why}: restarting; restarts left: {left - 1}", flush=True)

@@ -20,7 +20,7 @@ from lathe.train.sample_answers import SAMPLES
 from lathe.train.trace import TRACE
 from lathe_base.artifacts.mirror import Mirror
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import fetch, is_remote
 from lathe_launch.shape import required_shape
 
@@ -101,6 +101,7 @@ def _address(part: object) -> str:
                 f"{part.name}: {address} is not an address, and a TrainJob's pods do not share a "
                 f"disk",
                 "run the pipeline with a pipeline root in an object store, or on a volume (ROOT=)",
+                Code.BAD_PATH,
             )
         return address
     return str(part)

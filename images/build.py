@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from lathe_base import PACKAGES, __version__
-from lathe_base.errors import StageError, UserError, coded
+from lathe_base.errors import Code, StageError, UserError, coded
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCES = ROOT / "images" / "refs.json"
@@ -37,7 +37,9 @@ def builder() -> str:
     for name in BUILDERS:
         if shutil.which(name):
             return name
-    raise UserError(f"none of {', '.join(BUILDERS)} is on PATH", "install one of them")
+    raise UserError(
+        f"none of {', '.join(BUILDERS)} is on PATH", "install one of them", Code.NOT_INSTALLED
+    )
 
 
 def tag(flavour: str) -> str:
@@ -92,7 +94,9 @@ def push(image: str, name: str, registry: str, options: list[str]) -> str:
     tagged = subprocess.run([tool, "tag", local, remote], capture_output=True, text=True)
     if tagged.returncode:
         raise UserError(
-            f"{local}: {tagged.stderr.strip()}", "run `make images` first, with the same FLAVOUR"
+            f"{local}: {tagged.stderr.strip()}",
+            "run `make images` first, with the same FLAVOUR",
+            Code.NOT_FOUND,
         )
     if tool == "docker":
         _run([tool, "push", *options, remote])
@@ -120,14 +124,16 @@ def _source() -> str:
 def _output(*command: str) -> str:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise StageError(f"{shlex.join(command)}: {done.stderr.strip()}")
+        raise StageError(f"{shlex.join(command)}: {done.stderr.strip()}", Code.FAILED)
     return done.stdout.strip()
 
 
 def _run(command: list[str]) -> None:
     print("+", shlex.join(command), flush=True)
     if status := subprocess.run(command, cwd=ROOT).returncode:
-        raise StageError(f"{shlex.join(command[:2])} ended with status {status}; see above")
+        raise StageError(
+            f"{shlex.join(command[:2])} ended with status {status}; see above", Code.FAILED
+        )
 
 
 def main() -> None:
@@ -143,7 +149,9 @@ def main() -> None:
     try:
         if unknown := set(names) - set(IMAGES):
             raise UserError(
-                f"unknown image {', '.join(unknown)}", f"choose from: {', '.join(IMAGES)}"
+                f"unknown image {', '.join(unknown)}",
+                f"choose from: {', '.join(IMAGES)}",
+                Code.UNKNOWN_NAME,
             )
         made = tag(given.flavour)
         if given.push is None:

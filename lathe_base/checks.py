@@ -9,7 +9,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from lathe_base.errors import StageError, UserError, explain
+from lathe_base.errors import Code, StageError, UserError, explain
 
 State = Literal["ok", "warning", "broken"]
 NOT_CHECKED = "not checked: "
@@ -24,12 +24,14 @@ class Finding:
         check: what was checked.
         said: what was found, in a few words.
         hint: how to fix it; empty if all is well.
+        code: the kind of the problem.
     """
 
     check: str
     state: State
     said: str = ""
     hint: str = ""
+    code: Code = Code.FAILED
 
     def line(self) -> str:
         """One line of JSON, which `of_line` reads."""
@@ -40,8 +42,9 @@ class Finding:
         """The finding in a log line; None for other lines."""
         try:
             values = json.loads(line)
-            return cls(**values) if isinstance(values, dict) else None
-        except (ValueError, TypeError):
+            code = Code(values.pop("code"))
+            return cls(**values, code=code)
+        except (ValueError, TypeError, AttributeError, KeyError):
             return None
 
 
@@ -93,17 +96,18 @@ def _findings(check: Check, is_preflight: bool) -> Iterator[Finding]:
         else:
             yield Finding(check.name, "ok", value if isinstance(value, str) else "")
     except UserError as error:
-        yield Finding(check.name, check.severity, error.what, error.hint)
+        yield Finding(check.name, check.severity, error.what, error.hint, error.code)
     except StageError as error:
         if is_preflight:
-            yield Finding(check.name, "warning", f"{NOT_CHECKED}{error}")
+            yield Finding(check.name, "warning", f"{NOT_CHECKED}{error}", code=error.code)
         else:
-            yield Finding(check.name, check.severity, str(error), check.hint)
+            yield Finding(check.name, check.severity, str(error), check.hint, error.code)
     except OSError as error:
         what, hint = str(error), check.hint
-        if not hint and isinstance(explained := explain(error, check.name), UserError):
+        explained = explain(error, check.name)
+        if not hint and isinstance(explained, UserError):
             what, hint = explained.what, explained.hint
-        yield Finding(check.name, check.severity, what, hint)
+        yield Finding(check.name, check.severity, what, hint, explained.code)
 
 
 def findings_table(findings: Iterable[Finding]) -> Table:
@@ -128,7 +132,7 @@ def require(checks: Iterable[Check], elsewhere: str = "") -> None:
     problems, unchecked = list[UserError](), False
     for finding in run_checks(checks, is_preflight=True):
         if finding.state == "broken":
-            problems.append(UserError(finding.said, finding.hint))
+            problems.append(UserError(finding.said, finding.hint, finding.code))
         elif finding.state == "warning":
             unchecked |= finding.said.startswith(NOT_CHECKED)
             hinted = f"warning: {finding.said}\n  hint: {finding.hint}"

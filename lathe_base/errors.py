@@ -24,6 +24,7 @@ class Code(StrEnum):
     # Files and folders
     NOT_FOUND = "not-found", "Something that was named does not exist: a file, a model, a run."
     EXISTS = "exists", "Something is in the way of an output, and is not replaced."
+    CHANGED = "changed", "It was changed by something else while it was read or written."
     IN_USE = "in-use", "A file, a folder or a port is in use by another process or run."
     PERMISSION = "permission", "The operating system refuses access to a path."
     BAD_PATH = "bad-path", "A path or an address that cannot be used: too long, a loop, a scheme."
@@ -48,6 +49,7 @@ class Code(StrEnum):
     UNKNOWN_KEY = "unknown-key", "A setting, field or flag that does not exist."
     UNKNOWN_NAME = "unknown-name", "A name that is not one of the choices: a recipe, a criterion."
     INVALID_VALUE = "invalid-value", "A value of the wrong type, or outside its range."
+    CIRCULAR = "circular", "Settings or files refer to each other in a circle."
     AMBIGUOUS = "ambiguous", "A name, a folder or a file has several matches, and one is needed."
     CONFLICTING_OPTIONS = "conflicting-options", "Options or settings that exclude each other."
     MISSING_OPTION = "missing-option", "An option, setting or variable is required here."
@@ -56,8 +58,11 @@ class Code(StrEnum):
 
     # Results
     NOT_FINITE = "not-finite", "A loss, a weight or a metric is NaN or infinite."
-    NOT_PROVED = "not-proved", "An export does not compute what its checkpoint does."
-    GATE = "gate", "The gate has not passed the model, or no model meets the goal."
+    NOT_PROVED = (
+        "not-proved",
+        "An export, a server or a resumed run is not shown to do what it must.",
+    )
+    GATE = "gate", "A model or a release fails its gate or tests, or no model meets the goal."
 
     # Machines
     OUT_OF_MEMORY = "out-of-memory", "A process needs, or has used, more memory than there is."
@@ -71,6 +76,7 @@ class Code(StrEnum):
     # Servers
     UNREACHABLE = "unreachable", "A server does not answer."
     TIMEOUT = "timeout", "Something was waited for, and did not happen in time."
+    BUSY = "busy", "A server is full for the moment, or has reached a rate limit."
     UNAUTHORIZED = "unauthorized", "Credentials are missing, invalid or expired."
     FORBIDDEN = "forbidden", "The server refuses these credentials what was asked."
     SERVER_ERROR = "server-error", "A server failed, or answered outside of its protocol."
@@ -112,6 +118,10 @@ class UserError(Exception):
         self.hint = hint
         self.code = code
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Or unpickling would call `__init__` with the message alone.
+        return Exception.__new__, (type(self), *self.args), self.__dict__
+
     @property
     def line(self) -> str:
         """Both in one line."""
@@ -142,6 +152,9 @@ class StageError(RuntimeError):
     def __init__(self, message: str, code: Code = Code.FAILED) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RuntimeError.__new__, (type(self), *self.args), self.__dict__
 
     def __str__(self) -> str:
         return without_secrets(super().__str__())
@@ -286,6 +299,16 @@ def coded(error: UserError | StageError) -> str:
     return (
         f"preempted: {error}" if isinstance(error, Preempted) else f"error[{error.code}]: {error}"
     )
+
+
+MESSAGE = re.compile(r"(?:error\[([a-z-]+)\]|preempted): ")
+"""How a message begins that a command prints."""
+
+
+def code_in(output: str) -> Code:
+    """The code of the last message in the output of another process; `failed` if it has none."""
+    named = [match[1] or Code.PREEMPTED for match in MESSAGE.finditer(output)]
+    return Code(named[-1]) if named and named[-1] in set(Code) else Code.FAILED
 
 
 def _here() -> str | None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from lathe_base.errors import UserError, explain_os_error, printable
+from lathe_base.errors import Code, UserError, explain_os_error, printable
 
 MAX_LINE_BYTES = 1 << 28  # text8 is one line of 100 MB
 MAX_TEXT_BYTES = 1 << 30
@@ -43,10 +43,10 @@ def require_file(path: Path, hint: str = "give a file") -> None:
     except OSError as error:
         raise explain_os_error(error, path) from None
     except ValueError:  # it contains a NUL
-        raise UserError(f"{printable(path)}: not a path", "check the path") from None
+        raise UserError(f"{printable(path)}: not a path", "check the path", Code.BAD_PATH) from None
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
-        raise UserError(f"{printable(path)}: {kind}, not a file", hint)
+        raise UserError(f"{printable(path)}: {kind}, not a file", hint, Code.WRONG_KIND)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def _read_all(file: BinaryIO, path: Path) -> bytes:
         parts.append(part)
         size += len(part)
         if size > MAX_TEXT_BYTES:
-            raise UserError(f"{path}: more than 1 GiB", "give a smaller file")
+            raise UserError(f"{path}: more than 1 GiB", "give a smaller file", Code.TOO_LARGE)
     return b"".join(parts)
 
 
@@ -115,7 +115,11 @@ def lines(file: io.BufferedIOBase | IO[bytes], path: Path) -> Iterator[str]:
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(f"{path}:{number}: a line of more than 256 MiB", "break it into lines")
+            raise UserError(
+                f"{path}:{number}: a line of more than 256 MiB",
+                "break it into lines",
+                Code.TOO_LARGE,
+            )
         text = decode(line, f"{path}:{number}")
         yield (text.removeprefix("\ufeff") if number == 1 else text).rstrip("\r\n")
 
@@ -131,15 +135,17 @@ def decode(data: bytes, where: str) -> str:
         text = data.decode()
     except UnicodeDecodeError as error:
         if kind:
-            raise UserError(f"{where}: not UTF-8 text but {kind}", hint) from None
+            raise UserError(f"{where}: not UTF-8 text but {kind}", hint, Code.WRONG_KIND) from None
         raise UserError(
             f"{where}: not UTF-8: {error.reason} at byte {error.start}",
             "convert the file, for instance with iconv -t utf-8",
+            Code.MALFORMED,
         ) from None
     if "\0" in text:
         raise UserError(
             f"{where}: not text{f' but {kind}' if kind else ''}: it contains a NUL byte",
             hint or "give a text file; one in UTF-16: iconv -f utf-16 -t utf-8",
+            Code.WRONG_KIND,
         )
     return text
 
@@ -156,11 +162,15 @@ def parse_json(text: str | bytes, where: str, hint: str, allow_nan: bool = True)
     try:
         return json.loads(text, parse_constant=None if allow_nan else _refuse)
     except RecursionError:
-        raise UserError(f"{where}: not JSON: nested too deeply", hint) from None
+        raise UserError(f"{where}: not JSON: nested too deeply", hint, Code.MALFORMED) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not JSON: not UTF-8 at byte {error.start}", hint) from None
+        raise UserError(
+            f"{where}: not JSON: not UTF-8 at byte {error.start}", hint, Code.MALFORMED
+        ) from None
     except ValueError as error:
-        raise UserError(f"{where}: not JSON: {str(error).partition(';')[0]}", hint) from None
+        raise UserError(
+            f"{where}: not JSON: {str(error).partition(';')[0]}", hint, Code.MALFORMED
+        ) from None
 
 
 def _refuse(constant: str) -> None:
@@ -187,7 +197,9 @@ def require_text(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: half of a surrogate pair at character {error.start}", "correct the text"
+            f"{where}: half of a surrogate pair at character {error.start}",
+            "correct the text",
+            Code.MALFORMED,
         ) from None
     return text
 
@@ -202,5 +214,7 @@ def argument_text(text: str, name: str) -> str:
         return text.encode("utf-8", "surrogateescape").decode()
     except UnicodeError:
         raise UserError(
-            f"{name} {printable(text)}: not UTF-8", "convert it, for instance with iconv -t utf-8"
+            f"{name} {printable(text)}: not UTF-8",
+            "convert it, for instance with iconv -t utf-8",
+            Code.MALFORMED,
         ) from None

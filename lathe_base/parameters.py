@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 STRATEGIES = ("sampling", "greedy_search", "beam_search")
 MAX_INT = 2**63 - 1
@@ -121,9 +121,11 @@ def _stop_strings(value: str) -> tuple[str, ...]:
         except (json.JSONDecodeError, RecursionError):
             strings = [value]  # a stop string may begin with a bracket
     if not all(isinstance(string, str) and string for string in strings):
-        raise UserError(f"stop {value:.100}: not a list of strings", STOP_LIMIT)
+        raise UserError(f"stop {value:.100}: not a list of strings", STOP_LIMIT, Code.INVALID_VALUE)
     if len(strings) > MAX_STOPS or max(map(len, strings), default=0) > MAX_STOP_CHARACTERS:
-        raise UserError(f"stop {value:.100}: too many or too long stop strings", STOP_LIMIT)
+        raise UserError(
+            f"stop {value:.100}: too many or too long stop strings", STOP_LIMIT, Code.TOO_LARGE
+        )
     return tuple(strings)
 
 

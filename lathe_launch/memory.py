@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS = 128e6  # bytes: less than torch itself takes of its own
@@ -25,6 +25,7 @@ def require_processes(count: int) -> None:
             "without a model",
             "lower the degrees, or distribute the processes over several machines with "
             "Launch.nodes",
+            Code.OUT_OF_MEMORY,
         )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from lathe_base.errors import Preempted, StageError
+from lathe_base.errors import Code, Preempted, StageError
 from lathe_base.ports import LOOPBACK
 from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
@@ -196,7 +196,7 @@ def _join(node: Node) -> TCPStore:
             absent = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
             what = f"node {absent} of {len(keys)} to join {node.address}:{node.port}"
             if is_late:
-                raise StageError(f"waited {now - began:.0f} s for {what}")
+                raise StageError(f"waited {now - began:.0f} s for {what}", Code.TIMEOUT)
             log.warning("node %d waits for %s, for %.0f s so far", node.rank, what, now - began)
         time.sleep(POLL_SECONDS)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError, code_in
 
 POD_GRACE_SECONDS = 300
 """Seconds that a pod of a TrainJob has after SIGTERM to save its state and upload it."""
@@ -28,7 +28,10 @@ class WorkerFailed(StageError):
     """A worker failed: its rank, exit code (negative: a signal) and last lines."""
 
     def __init__(self, rank: int, exit_code: int, tail: str) -> None:
-        super().__init__(f"rank {rank} ended with exit code {exit_code}; its last lines:\n{tail}")
+        super().__init__(
+            f"rank {rank} ended with exit code {exit_code}; its last lines:\n{tail}",
+            Code.KILLED if exit_code < 0 else code_in(tail),
+        )
         self.rank, self.exit_code, self.tail = rank, exit_code, tail
         if exit_code == UserError.status:
             self.status = exit_code
@@ -55,6 +58,7 @@ def required_shape(recipe: Recipe) -> Shape:
             f"Distributed asks for {processes} processes, but Launch.nodes is {nodes}: every node "
             "must have the same number",
             "make the product of the degrees a multiple of Launch.nodes",
+            Code.LAYOUT,
         )
     return Shape(nodes, processes // nodes)
 

@@ -26,7 +26,7 @@ from lathe.train.batches import EvalBatches, calibration_batches
 from lathe_base.artifacts.journal import Journal
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import PaddleCheckpoint, load_checkpoint
 from lathe_paddle.gpt import GPT, next_token_loss
@@ -169,7 +169,7 @@ class PaddleBatchMetric:
             value = self._batch_metric(model, hidden, targets, i) / len(targets)
             if not math.isfinite(value):
                 what = f"the model's {self.metric} is {value}"
-                raise UserError(what, "use an earlier checkpoint")
+                raise UserError(what, "use an earlier checkpoint", Code.NOT_FINITE)
             values.append(value)
         return values
 

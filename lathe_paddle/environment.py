@@ -6,7 +6,7 @@ import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -33,9 +33,11 @@ def prepare() -> None:
     for package, (wanted, reason) in VERSIONS.items():
         installed = _version(package, *ALTERNATIVES.get(package, ()))
         if installed is None:
-            raise UserError(f"{package} is not installed in {sys.prefix}", HINT)
+            raise UserError(f"{package} is not installed in {sys.prefix}", HINT, Code.NOT_INSTALLED)
         if installed != wanted:
-            raise UserError(f"{package} is {installed}, not {wanted}: {reason}", HINT)
+            raise UserError(
+                f"{package} is {installed}, not {wanted}: {reason}", HINT, Code.WRONG_VERSION
+            )
     # Paddle's library exports its own zlib. Code that needs the system's must load that first, or
     # it ends in a segmentation fault.
     import zlib  # noqa: F401

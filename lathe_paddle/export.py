@@ -30,7 +30,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.quantization import INT8
 from lathe_base.artifacts.kinds import PADDLE_EXPORT
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.storage import atomic_folder
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import Arrays, float_weights, load_checkpoint, set_weights
@@ -101,7 +101,8 @@ def export(
         wanted = len(plan.linears) if plan else 0
         if (count := count_quantized(graph)) != wanted:
             raise PaddleProofError(
-                f"paddle2onnx's graph has {count} quantized MatMuls, but the plan has {wanted}"
+                f"paddle2onnx's graph has {count} quantized MatMuls, but the plan has {wanted}",
+                Code.NOT_PROVED,
             )
         onnx.save(graph, str(work / f"{NAME}.onnx"))
         differences["paddle2onnx"] = compare("model.onnx", _onnxruntime(work / f"{NAME}.onnx"))
@@ -223,7 +224,8 @@ def _compare(
     if not difference.mean_error <= limit:
         raise PaddleProofError(
             f"{name}: logits differ from Paddle's by {difference.mean_error:.3g} on average "
-            f"(limit {limit:.3g}) and by {difference.max_error:.3g} at most"
+            f"(limit {limit:.3g}) and by {difference.max_error:.3g} at most",
+            Code.NOT_PROVED,
         )
     return difference
 
@@ -350,7 +352,9 @@ class _PaddleGraph:
         try:
             onnx.checker.check_model(self.model, full_check=True)
         except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-            raise StageError(f"paddle2onnx's graph is not valid: {error}") from error
+            raise StageError(
+                f"paddle2onnx's graph is not valid: {error}", Code.NOT_PROVED
+            ) from error
         return self.model
 
     def _scalar(self, value: float) -> str:

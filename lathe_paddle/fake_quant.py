@@ -26,7 +26,7 @@ from paddle.nn.quant.quant_layers import (
 
 from lathe.model.architecture import HEAD
 from lathe.model.quantization import ACTIVATION_LEVELS, INT8, QuantizationPlan, WeightFormat
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_paddle.gpt import GPT
 
 QUANTIZED = (QuantizedLinear, QuantizedColumnParallelLinear, QuantizedRowParallelLinear)
@@ -105,6 +105,7 @@ def _weight_format(plan: QuantizationPlan) -> WeightFormat:
         raise UserError(
             f"{min(in_float)} is not INT8 in weight and input, which PaddleSlim does not support",
             "use Compress.engine=torch",
+            Code.UNSUPPORTED,
         )
     formats = {fmt.weight for name, fmt in plan.linears.items() if name != HEAD}
     assert len(formats) <= 1, formats

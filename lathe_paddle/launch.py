@@ -18,7 +18,7 @@ import paddle
 
 from lathe.backends.paddle_process import LOGS_VARIABLE, OUTCOME, rebuild_error
 from lathe_base.config.settings import DistributedSettings
-from lathe_base.errors import Preempted, StageError
+from lathe_base.errors import Code, Preempted, StageError
 from lathe_launch.parent import die_with_parent
 
 SCRIPT = Path(__file__).with_name("__main__.py")
@@ -82,7 +82,7 @@ def launch(command: Sequence[str], shape: LaunchShape) -> None:
             raise rebuild_error(
                 **min(raised, key=lambda outcome: outcome["status"] == Preempted.status)
             )
-        raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}")
+        raise StageError(f"a worker failed; its last lines:\n{_tail(Path(logs))}", Code.FAILED)
 
 
 def arguments(command: Sequence[str], shape: LaunchShape, logs: str) -> list[str]:

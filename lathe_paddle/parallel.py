@@ -6,7 +6,7 @@ import paddle
 from paddle.distributed import fleet
 
 from lathe.model.architecture import Architecture
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import Arrays, float_weights, is_weight
 from lathe_paddle.gpt import GPT
@@ -32,6 +32,7 @@ def divide(model: GPT, workers: Workers) -> None:
                 f"Distributed.mp_degree "
                 f"{parts} does not divide",
                 "choose another degree, or prune to a multiple of it",
+                Code.LAYOUT,
             )
     for path in config.linear_names():
         linear = fake_quant.layer_at(model, path)

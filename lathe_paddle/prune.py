@@ -14,7 +14,7 @@ from lathe.compress.feasible import removed_figures, require_enabled, require_po
 from lathe.model.folder import open_folder
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import PruneSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_paddle.checkpoint import float_weights, load_checkpoint, set_weights
 from lathe_paddle.gpt import GPT
 from lathe_paddle.parallel import divide
@@ -85,12 +85,13 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
     config = model.config
     full = config.n_embd // config.head_dim
     if config.quantization is not None:
-        raise UserError(f"{source}: is quantized", "prune first, then quantize")
+        raise UserError(f"{source}: is quantized", "prune first, then quantize", Code.WRONG_KIND)
     if set(config.n_head) != {full}:
         raise UserError(
             f"{source}: is already pruned, but PaddleSlim supports only a qkv that is three times "
             "the hidden size",
             "prune the dense model, or use Compress.engine=torch",
+            Code.UNSUPPORTED,
         )
     names = {name: parameter.name for name, parameter in model.named_parameters()}
     masks: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from lathe.model.folder import open_folder
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.result import TrainResult
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import float_weights, load_checkpoint, set_weights
 from lathe_paddle.gpt import GPT
@@ -40,7 +40,11 @@ def quantize(
         start = load_checkpoint(parent)
         config = start.model.config
         if config.quantization is not None:
-            raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
+            raise UserError(
+                f"{model}: is already quantized",
+                "start from its parent checkpoint",
+                Code.WRONG_KIND,
+            )
         trainable = new_model(config, recipe.Model)
         set_weights(trainable, float_weights(start.model), model)
         divide(trainable, workers)

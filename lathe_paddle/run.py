@@ -21,7 +21,7 @@ from lathe.train.result import (
     run_identity,
 )
 from lathe_base.config.settings import ModelSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_paddle.checkpoint import save_checkpoint
 from lathe_paddle.gpt import GPT
 from lathe_paddle.parallel import whole_weights
@@ -87,6 +87,7 @@ def run_training(
                     f"{data}: conversations, of which the Paddle engine cannot count the "
                     "assistant's tokens only",
                     "train with -o Compress.engine=torch, or prepare with Prepare.chat=False",
+                    Code.UNSUPPORTED,
                 )
             origin = training_origin(work.parent, tokens)
 

@@ -25,7 +25,7 @@ from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_paddle.gpt import GPT, next_token_loss
 from lathe_paddle.parallel import split_axis
 from lathe_paddle.workers import Workers, seed_everything
@@ -156,6 +156,7 @@ class Trainer(Loop):
                 f"{saved}: saved with Distributed.mp_degree {metadata['mp']}, but it is "
                 f"{self.workers.mp} now",
                 "set it back; dp_degree and sharding may change",
+                Code.STATE_MISMATCH,
             )
         self.at = restored(saved, metadata["progress"], Progress)
         self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lathe.backends.paddle_support import require_no_gpu_needed
 from lathe.train.missing_gpu import missing_gpu
 from lathe_base.config.settings import DistributedSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -167,6 +167,7 @@ def degrees(settings: DistributedSettings, size: int) -> tuple[int, int, int]:
             f"Distributed asks for {dp} (dp) * {mp} (mp) * {sharding} (sharding) = {dp * inner} "
             f"processes, but there are {size}",
             f"start {dp * inner} processes, or choose degrees that multiply to {size}",
+            Code.LAYOUT,
         )
     return dp, mp, sharding
 

@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from lathe_base.errors import UserError
 from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.protocol import Chunk, InvalidRequest
+from lathe_serving.runtime.protocol import Chunk, InvalidRequest, error_message
 
 log = logging.getLogger("lathe")
 
@@ -138,7 +138,9 @@ class Answer:
         """Answer with an error, as the final response."""
 
         def make() -> Any:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+            return pb_utils.InferenceResponse(
+                error=pb_utils.TritonError(error_message(error), code)
+            )
 
         self.responses.send(self, make, final=True)
 

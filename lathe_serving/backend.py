@@ -14,12 +14,12 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.answer import Answer, ResponseSender
 from lathe_serving.runtime.contract import TextBackend, Watcher
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
 from lathe_serving.runtime.params import FIELDS, Params, parse
-from lathe_serving.runtime.protocol import BUSY, CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
+from lathe_serving.runtime.protocol import CANCEL, PROMPTS, REQUEST_ID, decode, model_settings
 from lathe_serving.runtime.text_generator import BACKENDS
 
 log = logging.getLogger("lathe")
@@ -68,8 +68,9 @@ class TritonPythonModel:
                 prompt, answer.params = _read(request, parameters, self.defaults)
                 if not self.generator.submit(prompt, answer.params, answer.receiver):
                     full = UserError(
-                        f"{BUSY}: {self.max_queue} requests are already waiting",
+                        f"the server is busy: {self.max_queue} requests are already waiting",
                         "try again in a moment, or raise Serving.max_queue",
+                        Code.BUSY,
                     )
                     answer.refuse(pb_utils.TritonError.UNAVAILABLE, full)
             except UserError as error:
@@ -102,7 +103,9 @@ def _read(
             continue
         if name in parameters:
             raise UserError(
-                f"{name} is given both as input and as parameter", "give only one of them"
+                f"{name} is given both as input and as parameter",
+                "give only one of them",
+                Code.CONFLICTING_OPTIONS,
             )
         value = tensor.as_numpy().item()
         parameters[name] = decode(value, name) if isinstance(value, bytes) else value
@@ -110,7 +113,11 @@ def _read(
     text, ids = (pb_utils.get_input_tensor_by_name(request, name) for name in PROMPTS)
     if (text is None) == (ids is None):
         what = "missing" if text is None else "given together with input_ids"
-        raise UserError(f"text_input is {what}", "give the prompt as text_input or as input_ids")
+        raise UserError(
+            f"text_input is {what}",
+            "give the prompt as text_input or as input_ids",
+            Code.INVALID_REQUEST,
+        )
     if text is None:
         return ids.as_numpy().tolist(), params
     return decode(text.as_numpy().item(), "text_input"), params

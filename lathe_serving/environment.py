@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # what `import lathe_serving` needs on PYTHONPATH
 PYTHON_VARIABLE = "LATHE_SERVE_PYTHON"
@@ -91,7 +91,9 @@ class ServeEnvironment:
             UserError: a package is missing.
         """
         if self.missing:
-            raise UserError(f"{self.python}: {', '.join(self.missing)} not installed", HINT)
+            raise UserError(
+                f"{self.python}: {', '.join(self.missing)} not installed", HINT, Code.NOT_INSTALLED
+            )
 
     def link_backends(self, folder: Path) -> Path:
         """Make `folder` a backend directory: Triton needs the stub of this Python version beside
@@ -114,6 +116,7 @@ class ServeEnvironment:
                 raise UserError(
                     f"{backend / path.name}: exists, but must be a link to {path}",
                     "move it away",
+                    Code.EXISTS,
                 ) from None
         return folder
 
@@ -147,13 +150,21 @@ def find_environment() -> ServeEnvironment:
     default = beside if beside.is_file() else sys.executable
     python = Path(os.environ.get(PYTHON_VARIABLE) or default)
     if not python.is_file():
-        raise UserError(f"{python}: no such interpreter: Triton needs its own environment", HINT)
+        raise UserError(
+            f"{python}: no such interpreter: Triton needs its own environment",
+            HINT,
+            Code.NOT_INSTALLED,
+        )
     report = _described(python, HINT)
     if not report["pytriton"]:
-        raise UserError(f"{python}: nvidia-pytriton is not installed", HINT)
+        raise UserError(f"{python}: nvidia-pytriton is not installed", HINT, Code.NOT_INSTALLED)
     tritonserver = Path(report["pytriton"]) / "tritonserver"
     if not (tritonserver / "python_backend_stubs" / report["version"]).is_dir():
-        raise UserError(f"{python}: Triton does not support Python {report['version']}", HINT)
+        raise UserError(
+            f"{python}: Triton does not support Python {report['version']}",
+            HINT,
+            Code.WRONG_VERSION,
+        )
     return ServeEnvironment(
         python,
         tritonserver,
@@ -173,7 +184,11 @@ def vllm_python() -> Path:
     """
     python = Path(os.environ.get(VLLM_VARIABLE) or ROOT / ".venv-vllm" / "bin" / "python")
     if not python.is_file():
-        raise UserError(f"{python}: no such interpreter: vLLM needs its own environment", VLLM_HINT)
+        raise UserError(
+            f"{python}: no such interpreter: vLLM needs its own environment",
+            VLLM_HINT,
+            Code.NOT_INSTALLED,
+        )
     return python
 
 
@@ -186,9 +201,13 @@ def with_vllm(environment: ServeEnvironment) -> ServeEnvironment:
     python = vllm_python()
     report = _described(python, VLLM_HINT)
     if not report["vllm"]:
-        raise UserError(f"{python}: vllm is not installed", VLLM_HINT)
+        raise UserError(f"{python}: vllm is not installed", VLLM_HINT, Code.NOT_INSTALLED)
     if not (environment.tritonserver / "python_backend_stubs" / report["version"]).is_dir():
-        raise UserError(f"{python}: Triton does not support Python {report['version']}", VLLM_HINT)
+        raise UserError(
+            f"{python}: Triton does not support Python {report['version']}",
+            VLLM_HINT,
+            Code.WRONG_VERSION,
+        )
     return replace(
         environment,
         python=python,
@@ -207,6 +226,6 @@ def _described(python: Path, hint: str) -> dict[str, Any]:
         check=False,
     )
     if run.returncode:
-        raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", hint)
+        raise UserError(f"{python} failed to run: {run.stderr.strip()[-300:]}", hint, Code.FAILED)
     report: dict[str, Any] = json.loads(run.stdout)
     return report

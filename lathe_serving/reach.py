@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import grpc  # type: ignore[import-untyped]
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 REACH_SECONDS = 5.0
 """Time limit of the connection and of a server's first answer."""
@@ -24,6 +24,7 @@ def require_address(url: str) -> None:
         raise UserError(
             f"{url!r}: not a gRPC address",
             "write HOST:PORT without a scheme, such as localhost:8001",
+            Code.INVALID_VALUE,
         )
 
 
@@ -38,6 +39,7 @@ def require_base_url(url: str) -> str:
         raise UserError(
             f"{url!r}: not the base URL of an OpenAI-compatible API",
             "write http://HOST:PORT/v1, such as http://localhost:9000/v1",
+            Code.INVALID_VALUE,
         )
     return url.rstrip("/")
 
@@ -65,7 +67,7 @@ def _is_host(host: str) -> bool:
 
 def nothing_listens(url: str) -> UserError:
     """The error if nothing listens on the port."""
-    return UserError(f"no server answers on {url}", "start one with `make serve`")
+    return UserError(f"no server answers on {url}", "start one with `make serve`", Code.UNREACHABLE)
 
 
 def too_slow(url: str, timeout_seconds: float | None) -> UserError:
@@ -73,6 +75,7 @@ def too_slow(url: str, timeout_seconds: float | None) -> UserError:
     return UserError(
         f"no answer within {timeout_seconds:g} s from {url}",
         "ask for fewer tokens, or allow a longer timeout",
+        Code.TIMEOUT,
     )
 
 
@@ -82,9 +85,12 @@ def unreachable(error: Any, url: str) -> UserError:
         return UserError(
             f"{url}: no answer within {REACH_SECONDS:g} s",
             "check that this is Triton's gRPC port; if it is, check the server's log",
+            Code.TIMEOUT,
         )
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return nothing_listens(url)
     return UserError(
-        f"{url}: not a Triton server: {error.code().name}: {error.details()}", "check the address"
+        f"{url}: not a Triton server: {error.code().name}: {error.details()}",
+        "check the address",
+        Code.SERVER_ERROR,
     )

@@ -26,7 +26,7 @@ from lathe_base.artifacts.kinds import (
 from lathe_base.artifacts.metadata import ExportMetadata, Files
 from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.config.settings import GenerationSettings, ServingSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.parameters import FIELDS
 from lathe_base.storage import atomic_folder
 from lathe_base.storage.files import files_below
@@ -96,10 +96,15 @@ def _open(exported: Path, serving: ServingSettings) -> ExportMetadata:
             f"{exported}: has no {VLLM_FORMAT}, which the runtime vllm loads",
             f"export the model with Export.formats=[{VLLM_FORMAT}], or set Serving.runtime to "
             "onnxruntime, openvino or auto",
+            Code.INCOMPLETE,
         )
     for name in NEEDED:
         if not (exported / name).is_file():
-            raise UserError(f"{exported}: no {name}", "give the output folder of `lathe export`")
+            raise UserError(
+                f"{exported}: no {name}",
+                "give the output folder of `lathe export`",
+                Code.WRONG_KIND,
+            )
     return metadata
 
 
@@ -133,7 +138,7 @@ def require_whole(repository: Path) -> None:
         UserError: no such repository, or a file has been altered since.
     """
     if not repository.is_dir():
-        raise UserError(f"{repository}: no such folder", "deploy the model again")
+        raise UserError(f"{repository}: no such folder", "deploy the model again", Code.NOT_FOUND)
     if (metadata := repository / REPOSITORY.metadata_file).is_file():  # earlier versions wrote none
         listed = read_json(metadata, "deploy the model again").get("files")
         files = checked(listed, Files, f"{metadata}: files", "deploy the model again")

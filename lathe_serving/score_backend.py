@@ -10,9 +10,16 @@ from typing import Any
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.prompt import TokenLimit
-from lathe_serving.runtime.protocol import TEXTS, TOKENS, TokenScores, decode, model_settings
+from lathe_serving.runtime.protocol import (
+    TEXTS,
+    TOKENS,
+    TokenScores,
+    decode,
+    error_message,
+    model_settings,
+)
 from lathe_serving.runtime.score import score_text, score_tokens
 from lathe_serving.runtime.session import OnnxModel
 from lathe_serving.runtime.text import TokenBytes
@@ -50,7 +57,7 @@ class TritonPythonModel:
         try:
             log_likelihood, is_greedy = self._score(request)
         except UserError as error:
-            refused = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+            refused = pb_utils.TritonError(error_message(error), pb_utils.TritonError.INVALID_ARG)
             return pb_utils.InferenceResponse(error=refused)
         outputs = {"log_likelihood": log_likelihood, "is_greedy": is_greedy}
         return pb_utils.InferenceResponse([pb_utils.Tensor(*output) for output in outputs.items()])
@@ -69,4 +76,5 @@ class TritonPythonModel:
         raise UserError(
             f"inputs {', '.join(tensors) or 'missing'}",
             f"give {', '.join(TEXTS)}; or {', '.join(TOKENS)}",
+            Code.INVALID_REQUEST,
         )

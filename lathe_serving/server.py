@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe_base.config.settings import ServingSettings
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.ports import free_port
 from lathe_base.progress import bar
 from lathe_serving import state as serve_state
@@ -104,7 +104,9 @@ def start(
         backends = with_vllm(environment)
     if running := serve_state.find(folder):
         raise UserError(
-            f"a server of {folder} is already running on {running.http}", "run `make stop`"
+            f"a server of {folder} is already running on {running.http}",
+            "run `make stop`",
+            Code.IN_USE,
         )
     ports = free_ports(serving, with_gateway)
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,6 +164,7 @@ def free_ports(serving: ServingSettings, with_gateway: bool = False) -> dict[str
                     f"Serving.{key} {port} cannot be used on {HOST}: {reason}",
                     "stop the server there (`make stop` for one started by Lathe), or pass -o "
                     f"Serving.{key}=0 for any free port",
+                    Code.IN_USE,
                 ) from None
             bound[key] = port
     return bound
@@ -231,7 +234,9 @@ def _process(pid: int, log_path: Path) -> Process:
     try:
         return Process.of(pid)
     except OSError:
-        raise StageError(f"tritonserver exited before it was ready\n{_tail(log_path)}") from None
+        raise StageError(
+            f"tritonserver exited before it was ready\n{_tail(log_path)}", Code.FAILED
+        ) from None
 
 
 def _wait_ready(
@@ -242,10 +247,13 @@ def _wait_ready(
         while not _is_ready(state):
             seconds = time.monotonic() - started
             if guard.poll() is not None:
-                raise StageError(f"tritonserver exited before it was ready\n{_tail(log_path)}")
+                raise StageError(
+                    f"tritonserver exited before it was ready\n{_tail(log_path)}", Code.FAILED
+                )
             if seconds > timeout_seconds:
                 raise StageError(
-                    f"tritonserver was not ready in {timeout_seconds:g} s\n{_tail(log_path)}"
+                    f"tritonserver was not ready in {timeout_seconds:g} s\n{_tail(log_path)}",
+                    Code.TIMEOUT,
                 )
             waited.advance(int(seconds) - waited.done)
             time.sleep(POLL_SECONDS)

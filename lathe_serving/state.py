@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, build_opener
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError, explain
 from lathe_base.inputs import first_mistake
 from lathe_base.storage import atomic_file
 from lathe_serving.environment import unlink_backends
@@ -162,14 +162,16 @@ def read(folder: Path) -> ServerState | None:
     path = folder / STATE_FILE
     try:
         if not S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path}: not a file", _HINT)
+            raise UserError(f"{path}: not a file", _HINT, Code.WRONG_KIND)
         return ServerState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", _HINT) from None
+        raise UserError(f"{path}: {error.strerror}", _HINT, explain(error).code) from None
     except ValidationError as error:
-        raise UserError(f"{path}: not a server state file: {first_mistake(error)}", _HINT) from None
+        raise UserError(
+            f"{path}: not a server state file: {first_mistake(error)}", _HINT, Code.MALFORMED
+        ) from None
 
 
 _HINT = f"move it away, or set {STATE_VARIABLE} to another folder"

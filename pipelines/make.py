@@ -136,7 +136,7 @@ class Make:
             others = [other for other, its in TARGETS.items() if variable in its.variables]
             hint = f"it is one of make {', '.join(others)}; " if others else ""
             hint = hint or (f"did you mean {near[0]}=? " if near else "")
-            print(f"error: make {name} has no variable {variable}", file=sys.stderr)
+            print(f"error[unknown-key]: make {name} has no variable {variable}", file=sys.stderr)
             print(f"  hint: {hint}it has {', '.join(known)}", file=sys.stderr)
             sys.exit(2)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lathe_base.checks import Check, Finding, require, run_checks
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 
 
 def failing(error: Exception) -> Callable[[], object]:
@@ -18,7 +18,7 @@ def failing(error: Exception) -> Callable[[], object]:
 
 def several() -> Iterator[Finding]:
     yield Finding("first", "ok", "fine")
-    raise UserError("second is wrong", "fix it")
+    raise UserError("second is wrong", "fix it", Code.INVALID_VALUE)
 
 
 MISSING = OSError(errno.ENOENT, "No such file or directory", "a.txt")
@@ -29,14 +29,26 @@ MISSING = OSError(errno.ENOENT, "No such file or directory", "a.txt")
     [
         (Check("a", lambda: "fine"), False, [Finding("a", "ok", "fine")]),
         (Check("a", lambda: {"of": "no interest"}), False, [Finding("a", "ok")]),
-        (Check("a", failing(UserError("x", "y")), "z"), True, [Finding("a", "broken", "x", "y")]),
         (
-            Check("a", failing(UserError("x", "y")), severity="warning"),
+            Check("a", failing(UserError("x", "y", Code.INVALID_VALUE)), "z"),
+            True,
+            [Finding("a", "broken", "x", "y")],
+        ),
+        (
+            Check("a", failing(UserError("x", "y", Code.INVALID_VALUE)), severity="warning"),
             False,
             [Finding("a", "warning", "x", "y")],
         ),
-        (Check("a", failing(StageError("x")), "z"), False, [Finding("a", "broken", "x", "z")]),
-        (Check("a", failing(StageError("x"))), True, [Finding("a", "warning", "not checked: x")]),
+        (
+            Check("a", failing(StageError("x", Code.FAILED)), "z"),
+            False,
+            [Finding("a", "broken", "x", "z")],
+        ),
+        (
+            Check("a", failing(StageError("x", Code.FAILED))),
+            True,
+            [Finding("a", "warning", "not checked: x")],
+        ),
         (
             Check("a", failing(MISSING)),
             True,
@@ -57,7 +69,7 @@ def test_findings(check: Check, is_preflight: bool, found: list[Finding]) -> Non
 def test_what_needs_a_failed_check_is_left_out() -> None:
     ran: list[str] = []
     checks = [
-        Check("server", failing(UserError("no answer", "start it"))),
+        Check("server", failing(UserError("no answer", "start it", Code.UNREACHABLE))),
         Check("list", lambda: ran.append("list"), after="server"),
         Check("read", lambda: ran.append("read"), after="list"),
         Check("other", lambda: ran.append("other")),
@@ -70,10 +82,14 @@ def test_all_problems_are_raised_together_after_the_warnings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     checks = [
-        Check("image", failing(StageError("no registry"))),
-        Check("nodes", failing(UserError("too few", "add some")), severity="warning"),
-        Check("model", failing(UserError("model m: missing", "give one"))),
-        Check("corpus", failing(UserError("corpus c: empty", "add text"))),
+        Check("image", failing(StageError("no registry", Code.SERVER_ERROR))),
+        Check(
+            "nodes",
+            failing(UserError("too few", "add some", Code.TOO_LITTLE_DATA)),
+            severity="warning",
+        ),
+        Check("model", failing(UserError("model m: missing", "give one", Code.NOT_FOUND))),
+        Check("corpus", failing(UserError("corpus c: empty", "add text", Code.TOO_LITTLE_DATA))),
     ]
     with pytest.raises(ExceptionGroup) as caught:
         require(checks, elsewhere="look there")

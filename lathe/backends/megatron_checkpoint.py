@@ -28,7 +28,7 @@ from lathe.model.families import GPT2
 from lathe.model.folder import non_finite, require_fit
 from lathe_base.artifacts.kinds import CHECKPOINT
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 from lathe_base.provenance.step import attested
 from lathe_base.storage import claim_output_folder
 
@@ -116,19 +116,25 @@ def _read_model(files: CheckpointFiles, flags: TrainingFlags) -> Arrays:
         local = {int(name.split(".")[1]) for name in joined if name.startswith("h.")}
         if local != set(range(len(local))):
             missing = next(i for i in range(len(local) + 1) if i not in local)
-            raise UserError(f"{piece[0]}: layer {missing} is missing", HINT)
+            raise UserError(f"{piece[0]}: layer {missing} is missing", HINT, Code.INCOMPLETE)
         for name, array in joined.items():
             lathe_name = name
             if match := re.fullmatch(r"h\.(\d+)\.(.+)", name):
                 lathe_name = f"h.{layers + int(match[1])}.{match[2]}"
             if lathe_name in weights and not np.array_equal(weights[lathe_name], array):
                 what = f"{piece[0]}: the tied copies of the word embedding differ"
-                raise UserError(what, "give a checkpoint of a model whose output layer is tied")
+                raise UserError(
+                    what,
+                    "give a checkpoint of a model whose output layer is tied",
+                    Code.UNSUPPORTED,
+                )
             weights[lathe_name] = array
         layers += len(local)
     if flags.num_layers not in (None, layers):
         what = f"{files.folder}: {layers} layers, but it was trained with {flags.num_layers}"
-        raise UserError(what, "copy all parts of the checkpoint, those of every pipeline rank")
+        raise UserError(
+            what, "copy all parts of the checkpoint, those of every pipeline rank", Code.INCOMPLETE
+        )
     return weights
 
 
@@ -148,7 +154,7 @@ def _order(files: CheckpointFiles) -> Iterator[tuple[tuple[Path, ...], str]]:
         keys = [k for k in value if isinstance(k, str)] if isinstance(value, dict) else []
         models = [match for key in keys if (match := MODELS.fullmatch(key))]
         if not models:
-            raise UserError(f"{piece[0]}: no model in it", HINT)
+            raise UserError(f"{piece[0]}: no model in it", HINT, Code.WRONG_KIND)
         ordered += [(int(match[1] or 0), rank, piece, match[0]) for match in models]
     for _, _, piece, key in sorted(ordered, key=lambda one: one[:2]):
         yield piece, key
@@ -166,20 +172,26 @@ def _join(
                 what = (
                     f"{file.path}: {different[0]} is only in this part or in {opened[0].path.name}"
                 )
-                raise UserError(what, "copy the parts again")
+                raise UserError(what, "copy the parts again", Code.INCOMPLETE)
         for name, (theirs, _) in parts[0].items():
             arrays = []
             for file, part in zip(opened, parts, strict=True):
                 array = file.array(part[name][1])
                 if array.dtype.kind != "f":
-                    raise UserError(f"{file.path}: {theirs} holds {array.dtype}, not floats", HINT)
+                    raise UserError(
+                        f"{file.path}: {theirs} holds {array.dtype}, not floats",
+                        HINT,
+                        Code.UNSUPPORTED,
+                    )
                 if not np.isfinite(array).all():
                     raise non_finite(file.path, theirs)
                 arrays.append(array)
             try:
                 joined = join_parts(name, arrays, flags)
             except ValueError as error:
-                raise UserError(f"{opened[0].path}: {theirs}: {error}", HINT) from None
+                raise UserError(
+                    f"{opened[0].path}: {theirs}: {error}", HINT, Code.MISMATCH
+                ) from None
             yield name, np.ascontiguousarray(joined, np.float32)
 
 
@@ -192,7 +204,11 @@ def _named_views(file: TorchFile, key: str) -> dict[str, tuple[str, TensorView]]
     for theirs, view in tensors.items():
         name = to_lathe_name(prefix + theirs, file.path)
         if name in views and name != "wte.weight":
-            raise UserError(f"{file.path}: {views[name][0]} and {theirs} are the same tensor", HINT)
+            raise UserError(
+                f"{file.path}: {views[name][0]} and {theirs} are the same tensor",
+                HINT,
+                Code.DUPLICATE,
+            )
         views.setdefault(name, (theirs, view))
     return views
 
@@ -200,17 +216,19 @@ def _named_views(file: TorchFile, key: str) -> dict[str, tuple[str, TensorView]]
 def _flatten(value: Any, path: Path, above: str = "") -> Iterator[tuple[str, TensorView]]:
     """Yield the tensors of nested dictionaries by their dotted names."""
     if not isinstance(value, dict):
-        raise UserError(f"{path}: contains no tensors by name", HINT)
+        raise UserError(f"{path}: contains no tensors by name", HINT, Code.WRONG_KIND)
     for key, inner in dict.items(value):
         name = f"{above}{key}"
         if len(name) > 500:
-            raise UserError(f"{path}: the name {printable(name, 60)} is too long", HINT)
+            raise UserError(
+                f"{path}: the name {printable(name, 60)} is too long", HINT, Code.MALFORMED
+            )
         if isinstance(inner, TensorView):
             yield name, inner
         elif isinstance(inner, dict):
             yield from _flatten(inner, path, f"{name}.")
         elif inner is not None and not name.endswith("_extra_state"):  # of Transformer Engine
-            raise UserError(f"{path}: {printable(name)} is not a tensor", HINT)
+            raise UserError(f"{path}: {printable(name)} is not a tensor", HINT, Code.MALFORMED)
 
 
 def _layer_prefix(names: Any, path: Path) -> str:
@@ -221,7 +239,9 @@ def _layer_prefix(names: Any, path: Path) -> str:
         return "layers.0."
     if set(names) == {"weight", "bias"}:
         return "final_layernorm."
-    raise UserError(f"{path}: not a layer of a GPT: {printable(', '.join(names), 100)}", HINT)
+    raise UserError(
+        f"{path}: not a layer of a GPT: {printable(', '.join(names), 100)}", HINT, Code.UNSUPPORTED
+    )
 
 
 def _shape(weights: Mapping[str, Array], flags: TrainingFlags, folder: Path) -> GPTConfig:
@@ -247,7 +267,9 @@ def _shape(weights: Mapping[str, Array], flags: TrainingFlags, folder: Path) -> 
             layer_norm_epsilon=flags.layer_norm_epsilon,
         )
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{folder}: not a complete GPT: {error}", COMPLETE) from None
+        raise UserError(
+            f"{folder}: not a complete GPT: {error}", COMPLETE, Code.INCOMPLETE
+        ) from None
     require_fit(folder, {n: a.shape for n, a in weights.items()}, dict(config.tensor_shapes()))
     return config
 
@@ -265,7 +287,9 @@ def to_lathe_name(theirs: str, path: Path) -> str:
         module = re.sub(r"^attention\.", "self_attention.", match[2])
         if module in NAMES:
             return f"h.{int(match[1])}.{NAMES[module]}.{match[3]}"
-    raise UserError(f"{path}: {printable(theirs)} is not a tensor of Megatron's GPT-2", HINT)
+    raise UserError(
+        f"{path}: {printable(theirs)} is not a tensor of Megatron's GPT-2", HINT, Code.UNSUPPORTED
+    )
 
 
 def join_parts(name: str, parts: Sequence[Array], flags: TrainingFlags) -> Array:
@@ -336,13 +360,17 @@ def read_training_flags(files: CheckpointFiles, heads: int) -> TrainingFlags:
     with open_torch_file(path) as file:
         value = file.value
     if not isinstance(value, dict):
-        raise UserError(f"{path}: contains no metadata by name", "give a checkpoint of Megatron")
+        raise UserError(
+            f"{path}: contains no metadata by name",
+            "give a checkpoint of Megatron",
+            Code.WRONG_KIND,
+        )
     args = value.get("args")
     flags = dict(vars(args)) if isinstance(args, Placeholder) else {}
     version = value.get("checkpoint_version", 0)
     if not _is_number(version) or (version < 2 and version not in (0, 1)):
         what = f"{path}: checkpoint_version is {_shown(version)}"
-        raise UserError(what, "only 0, 1.0 and 2.0 or later are supported")
+        raise UserError(what, "only 0, 1.0 and 2.0 or later are supported", Code.WRONG_VERSION)
     if not flags:
         log.warning("%s: no flags of the training: taking %d attention heads", path, heads)
     _require_gpt2(flags, str(path))
@@ -350,7 +378,9 @@ def read_training_flags(files: CheckpointFiles, heads: int) -> TrainingFlags:
     count = len(files.pieces[0])
     if _is_number(ranks) and ranks != count:
         what = f"{files.folder}: {count} of {ranks} tensor-parallel ranks"
-        raise UserError(what, "copy all parts of the checkpoint, those of every node")
+        raise UserError(
+            what, "copy all parts of the checkpoint, those of every node", Code.INCOMPLETE
+        )
     if flags.get("bias_gelu_fusion") is False and not flags.get("openai_gelu"):
         log.warning(
             "%s: trained with the exact GELU; Lathe computes GPT-2's approximation, which differs "
@@ -372,13 +402,15 @@ def _require_gpt2(flags: dict[str, Any], path: str) -> None:
     experts = flags.get("num_experts")
     if experts not in (None, 1, [1], []):
         what = f"{path}: trained with --num-experts: mixtures of experts are not supported"
-        raise UserError(what, NOT_GPT2)
+        raise UserError(what, NOT_GPT2, Code.UNSUPPORTED)
     for name in (
         *("apply_residual_connection_post_layernorm", "swiglu", "use_rotary_position_embeddings"),
         *("apply_layernorm_1p", "group_query_attention", "untie_embeddings_and_output_weights"),
     ):
         if flags.get(name) is True:
-            raise UserError(f"{path}: trained with --{name.replace('_', '-')}", NOT_GPT2)
+            raise UserError(
+                f"{path}: trained with --{name.replace('_', '-')}", NOT_GPT2, Code.UNSUPPORTED
+            )
 
 
 def _size(flags: dict[str, Any], name: str, path: str) -> int | None:
@@ -387,7 +419,7 @@ def _size(flags: dict[str, Any], name: str, path: str) -> int | None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**20:
         what = f"{path}: its {name} is {_shown(value)}, not a number of them"
-        raise UserError(what, "copy the checkpoint again")
+        raise UserError(what, "copy the checkpoint again", Code.INVALID_VALUE)
     return value
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 from lathe_base.inputs import read_text
 
 TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
@@ -57,18 +57,18 @@ def find_files(source: Path) -> CheckpointFiles:
     """
     if not source.is_dir():
         what = "not a folder" if source.exists() else "no such folder"
-        raise UserError(f"{printable(source)}: {what}", HINT)
+        raise UserError(f"{printable(source)}: {what}", HINT, Code.NOT_FOUND)
     folder = _newest(source)
     names = sorted(path.name for path in folder.iterdir())
     if any(folder.glob(EXPERTS)):
         what = f"{folder}: has experts, but mixtures of experts are not supported"
-        raise UserError(what, "give a dense GPT")
+        raise UserError(what, "give a dense GPT", Code.UNSUPPORTED)
     layers = {(int(m[1]), int(m[2])): folder / m[0] for n in names if (m := LAYER.fullmatch(n))}
     modules = {(0, int(m[1])): folder / m[0] for n in names if (m := MODULE.fullmatch(n))}
     if layers:
         if not modules:
             what = f"{folder}: no mp_rank_00_model_states.pt, which has the flags of the training"
-            raise UserError(what, FEWER)
+            raise UserError(what, FEWER, Code.INCOMPLETE)
         return CheckpointFiles(folder, _pieces(folder, layers), modules[min(modules)], True)
     if modules:
         pieces = _pieces(folder, modules)
@@ -78,7 +78,9 @@ def find_files(source: Path) -> CheckpointFiles:
     if ranks:
         pipeline = {rank for rank, _ in ranks}
         if missing := sorted(set(range(len(pipeline))) - pipeline):
-            raise UserError(f"{folder}: pipeline rank {missing[0]} is missing", FEWER)
+            raise UserError(
+                f"{folder}: pipeline rank {missing[0]} is missing", FEWER, Code.INCOMPLETE
+            )
         pieces = _pieces(folder, ranks)
         return CheckpointFiles(folder, pieces, pieces[0][0])
     raise _unsupported(folder)
@@ -93,13 +95,13 @@ def _newest(source: Path) -> Path:
         step = read_text(tracker, HINT, 100).strip()
         if not re.fullmatch(r"\w[\w.-]*", step):
             what = f"{tracker}: {printable(step, 60)!r} is not the name of a checkpoint"
-            raise UserError(what, HINT)
+            raise UserError(what, HINT, Code.MALFORMED)
         candidates = [f"global_step{step}", f"iter_{int(step):07d}"] if step.isdecimal() else [step]
         for candidate in candidates:
             if (source / candidate).is_dir():
                 return source / candidate
         what = f"{tracker}: names {' or '.join(candidates)}, which does not exist"
-        raise UserError(what, "copy that folder, or give another one")
+        raise UserError(what, "copy that folder, or give another one", Code.NOT_FOUND)
     return source
 
 
@@ -119,7 +121,7 @@ def _pieces(folder: Path, files: Mapping[tuple[int, int], Path]) -> list[tuple[P
                 near = next(iter(ranks.values()))
                 shown = near.relative_to(folder)
                 what = f"{folder}: tensor-parallel rank {rank} of {count} is missing beside {shown}"
-                raise UserError(what, FEWER)
+                raise UserError(what, FEWER, Code.INCOMPLETE)
     return [tuple(ranks[rank] for rank in range(count)) for ranks in by_piece.values()]
 
 
@@ -127,7 +129,7 @@ def _model_file(folder: Path) -> Path:
     for name in MEGATRON_FILES:
         if (folder / name).exists():
             return folder / name
-    raise UserError(f"{folder}: no {MEGATRON_FILES[0]}", FEWER)
+    raise UserError(f"{folder}: no {MEGATRON_FILES[0]}", FEWER, Code.INCOMPLETE)
 
 
 def _unsupported(folder: Path) -> UserError:
@@ -136,10 +138,12 @@ def _unsupported(folder: Path) -> UserError:
             f"{folder}: ZeRO stage 3 has divided every weight among the data-parallel ranks",
             "save whole weights there: train a step with stage 2 or lower from this checkpoint, or "
             "with stage3_gather_16bit_weights_on_model_save",
+            Code.UNSUPPORTED,
         )
     if any(folder.glob("*.distcp")):
         return UserError(
             f"{folder}: a distributed checkpoint of Megatron-Core",
             "convert it there first, with --ckpt-convert-format torch",
+            Code.UNSUPPORTED,
         )
-    return UserError(f"{folder}: no checkpoint of Megatron", HINT)
+    return UserError(f"{folder}: no checkpoint of Megatron", HINT, Code.WRONG_KIND)

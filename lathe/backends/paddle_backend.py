@@ -11,7 +11,7 @@ from lathe.backends.torch_backend import Backend
 from lathe.compress.feasible import require_enabled
 from lathe_base.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import claim_output_folder
 
@@ -88,6 +88,7 @@ class PaddleBackend(Backend):
             raise UserError(
                 "the Paddle engine does not support --reference",
                 "set -o Compress.engine=torch",
+                Code.UNSUPPORTED,
             )
         from lathe.evaluate.evaluation_folder import read_metrics
         from lathe.evaluate.measure_model import read_result

@@ -35,7 +35,7 @@ from lathe.model.quantization import (
 )
 from lathe_base.artifacts.kinds import CHECKPOINT, PADDLE_CHECKPOINT
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
 
@@ -77,6 +77,7 @@ def _import(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTC
             f"{source}: {degree} tensor-parallel parts with {config.n_head[0]} heads, but "
             f"Model.num_attention_heads is {heads}",
             "copy the parts of the missing ranks too, or give the recipe of this model",
+            Code.MISMATCH,
         )
     config = config.with_quantization(_plan(config, ranges, source))
     weights: Arrays = {}
@@ -111,7 +112,9 @@ def export_checkpoint(model: Path, output: Path, dtype: str = "float32") -> Path
             array = by_head(array, config.head_dim)
         arrays[their_name(name)] = narrow = array.astype(dtype)
         if not np.isfinite(narrow).all():
-            raise UserError(f"{folder}: {name} does not fit {dtype}", "use --dtype float32")
+            raise UserError(
+                f"{folder}: {name} does not fit {dtype}", "use --dtype float32", Code.INVALID_VALUE
+            )
     metadata = {"source": source.digest, "dtype": dtype}
     with atomic_folder(output, PADDLE_CHECKPOINT) as work:
         (work / PART).mkdir()
@@ -134,6 +137,7 @@ def _tokenizer_beside(source: Path) -> Path:
     raise UserError(
         f"{source}: no tokenizer beside the model",
         "give --tokenizer PATH, or put GPT-2's gpt2-vocab.json and gpt2-merges.txt beside it",
+        Code.NOT_FOUND,
     )
 
 
@@ -155,6 +159,7 @@ def _plan(config: GPTConfig, ranges: Arrays, path: Path) -> QuantizationPlan | N
                 f"{path}: the quantized {name} has no range of its input",
                 "train it with activation_quantize_type moving_average_abs_max, or give the "
                 "float model and quantize it with Lathe",
+                Code.INCOMPLETE,
             )
         fmt = WeightFormat("abs_max" if weight.size == 1 else "channel_wise_abs_max")
         linears[name] = LinearFormat(fmt, "int8", limit / ACTIVATION_LEVELS)
@@ -171,6 +176,7 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
             raise UserError(
                 f"{path}: hidden size {C} is not a multiple of Model.num_attention_heads {n_head}",
                 "give the recipe of this model",
+                Code.MISMATCH,
             )
         D = C // n_head
         qkv, ffn = GPT2.column("heads"), GPT2.column("channels")
@@ -186,6 +192,8 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
             n_inner=tuple(arrays[f"h.{i}.{ffn.name}.weight"].shape[1] for i in range(layers)),
         )
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
-        raise UserError(f"{path}: not a complete GPT: {error}", "give a GPT checkpoint") from error
+        raise UserError(
+            f"{path}: not a complete GPT: {error}", "give a GPT checkpoint", Code.INCOMPLETE
+        ) from error
     require_fit(path, {name: a.shape for name, a in arrays.items()}, dict(config.tensor_shapes()))
     return config

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.model.families import GPT2
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -66,7 +66,9 @@ def to_lathe_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -
     for theirs, array in stored.items():
         if array.dtype.kind != "f":
             raise UserError(
-                f"{where}: {theirs} contains {array.dtype}, not floats", "give a GPT checkpoint"
+                f"{where}: {theirs} contains {array.dtype}, not floats",
+                "give a GPT checkpoint",
+                Code.UNSUPPORTED,
             )
         lathe_name = to_lathe_name(theirs, where)
         if lathe_name is None:
@@ -77,7 +79,9 @@ def to_lathe_names(stored: Mapping[str, NDArray[Any]], heads: int, where: str) -
         )
         if lathe_name in arrays and not is_shared:
             raise UserError(
-                f"{where}: {known_as[lathe_name]} and {theirs} are the same tensor", "remove one"
+                f"{where}: {known_as[lathe_name]} and {theirs} are the same tensor",
+                "remove one",
+                Code.DUPLICATE,
             )
         arrays[lathe_name], known_as[lathe_name] = array, theirs
     return _fused(arrays, heads, where)
@@ -95,7 +99,9 @@ def to_lathe_name(theirs: str, where: str) -> str | None:
     module_name = _lathe_module(module.removeprefix(ROOT))
     if module_name is None or not (kind in ("weight", "bias") or kind.startswith("_")):
         raise UserError(
-            f"{where}: {theirs} is not a tensor of PaddleFleetX's GPT", "give a GPT checkpoint"
+            f"{where}: {theirs} is not a tensor of PaddleFleetX's GPT",
+            "give a GPT checkpoint",
+            Code.UNSUPPORTED,
         )
     return f"{module_name}.{kind}" if kind in ("weight", "bias", *QUANTIZERS) else None
 
@@ -137,6 +143,7 @@ def _fused(arrays: Arrays, heads: int, where: str) -> Arrays:
             raise UserError(
                 f"{where}: q_proj, k_proj and v_proj of {name} are not three of one shape",
                 "give a GPT checkpoint",
+                Code.UNSUPPORTED,
             )
         if name.endswith(QUANTIZERS) and three[0].size == 1:
             fused[name] = np.maximum.reduce(three)
@@ -148,6 +155,7 @@ def _fused(arrays: Arrays, heads: int, where: str) -> Arrays:
                 f"{where}: {width} columns of q_proj are not a multiple of the head size, {hidden} "
                 f"/ Model.num_attention_heads {heads}",
                 "give the recipe of this model",
+                Code.MISMATCH,
             )
         fused[name] = by_head(np.concatenate(three, axis=-1), hidden // heads)
     return fused

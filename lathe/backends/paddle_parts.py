@@ -19,7 +19,7 @@ from lathe.backends.paddle_names import WEIGHT_RANGE, Arrays, to_lathe_names
 from lathe.backends.pdparams import load_pdparams, read_pdparams
 from lathe.data.tars import files_in_tar, is_tar
 from lathe.model.families import GPT2
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 FILE = "model.pdparams"
 ENDING = ".pdparams"
@@ -97,7 +97,9 @@ def _parts(source: Path) -> Iterator[tuple[Rank, str, Arrays]]:
             yield Rank.of(parts[-1].parent.name) or Rank(), where, load_pdparams(file, where)
         if not parts:
             raise UserError(
-                f"{source}: no {FILE} in this archive", "give the archive of a PaddleFleetX model"
+                f"{source}: no {FILE} in this archive",
+                "give the archive of a PaddleFleetX model",
+                Code.WRONG_KIND,
             )
         return
     if not source.is_dir():
@@ -126,10 +128,11 @@ def _files(folder: Path) -> list[Path]:
         raise UserError(
             f"{folder}: no {FILE} in this folder or below",
             f"give {FILE}, or the folder or archive that contains it",
+            Code.WRONG_KIND,
         )
     _require_one_model([PurePosixPath(path) for path in files], folder)
     if missing := [path for path in files if not path.is_file()]:
-        raise UserError(f"{missing[0]}: no such file", COPY)
+        raise UserError(f"{missing[0]}: no such file", COPY, Code.INCOMPLETE)
     return files
 
 
@@ -146,9 +149,11 @@ def _require_one_model(parts: list[PurePosixPath], source: Path) -> None:
     folders = {p.parent.parent if Rank.of(p.parent.name) else p.parent for p in parts}
     if len(folders) > 1:
         names = ", ".join(sorted(str(folder) for folder in folders)[:4])
-        raise UserError(f"{source}: more than one model: {names}", "give the folder of one")
+        raise UserError(
+            f"{source}: more than one model: {names}", "give the folder of one", Code.AMBIGUOUS
+        )
     if len(set(parts)) < len(parts):
-        raise UserError(f"{source}: {parts[-1]} is there twice", COPY)
+        raise UserError(f"{source}: {parts[-1]} is there twice", COPY, Code.DUPLICATE)
 
 
 def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Rank) -> None:
@@ -160,6 +165,7 @@ def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Ra
         raise UserError(
             f"{where}: other shapes than in {before}: not the whole weights, but a partition",
             "save again with PaddleFleetX, which gathers the parameters of stage 3 first",
+            Code.UNSUPPORTED,
         )
     differing = sorted(
         name
@@ -171,6 +177,7 @@ def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Ra
         raise UserError(
             f"{where}: {differing[0]} differs from {before}, but sharding ranks hold the same",
             "give parts of the same step",
+            Code.MISMATCH,
         )
 
 
@@ -186,6 +193,7 @@ def _require_all(seen: set[Rank], source: Path) -> None:
             f"{source}: {', '.join(map(str, missing))} missing, of "
             f"{math.prod(map(len, degrees))} parts",
             COPY,
+            Code.INCOMPLETE,
         )
 
 
@@ -196,7 +204,9 @@ def _merge_slices(parts: list[tuple[str, Arrays]], source: Path) -> Arrays:
         return first
     for where, arrays in others:
         if names := sorted(first.keys() ^ arrays.keys()):
-            raise UserError(f"{where}: {names[0]} is there or in {before} only", COPY)
+            raise UserError(
+                f"{where}: {names[0]} is there or in {before} only", COPY, Code.INCOMPLETE
+            )
     merged: Arrays = {}
     for name in first:
         slices = [arrays[name] for _, arrays in parts]
@@ -209,6 +219,7 @@ def _merge_slices(parts: list[tuple[str, Arrays]], source: Path) -> Arrays:
                     raise UserError(
                         f"{where}: {name} differs from {before}, but is not split between ranks",
                         "give parts of the same step",
+                        Code.MISMATCH,
                     )
             merged[name] = slices[0]
         else:
@@ -216,7 +227,7 @@ def _merge_slices(parts: list[tuple[str, Arrays]], source: Path) -> Arrays:
                 merged[name] = np.concatenate(slices, axis=axis)
             except ValueError as error:
                 raise UserError(
-                    f"{source}: the parts of {name} do not fit: {error}", COPY
+                    f"{source}: the parts of {name} do not fit: {error}", COPY, Code.MISMATCH
                 ) from None
     return merged
 
@@ -251,6 +262,7 @@ def _merge_stages(stages: list[Arrays], source: Path) -> Arrays:
                 raise UserError(
                     f"{source}: pp_{number:02} has another {name} than a stage before it",
                     "give parts of the same step",
+                    Code.MISMATCH,
                 )
             merged[name] = array
     return merged

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from lathe_base.config.excerpt import recipe_as_text
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import Code, Preempted, StageError, UserError
+from lathe_base.errors import MESSAGE, Code, Preempted, StageError, UserError, code_in
 from lathe_base.storage import atomic_file
 from lathe_launch.parent import tied
 
@@ -25,8 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]  # what `import lathe` needs on PYTHO
 PYTHON_VARIABLE = "LATHE_PADDLE_PYTHON"
 MARK_VARIABLE = "LATHE_PADDLE_MARK"
 MARK = "[lathe_paddle] "
-SAID = re.compile(r"(?:error\[([\w-]+)\]|preempted): ")
-"""How the message of an error begins; see `lathe_base.errors.coded`."""
 """Prefix of Lathe's own lines on the child's stdout: Paddle writes a lot to both streams."""
 
 LOGS_VARIABLE = "LATHE_PADDLE_LOGS"
@@ -47,6 +44,7 @@ def find_python() -> Path:
             f"{python}: no such interpreter: Paddle needs its own environment",
             f"run `make paddle-env`, or set {PYTHON_VARIABLE}; on a cluster, submit with "
             "ENGINE=paddle, which uses the paddle image; or use -o Compress.engine=torch",
+            Code.NOT_INSTALLED,
         )
     return python
 
@@ -85,16 +83,16 @@ def _run(command: list[str]) -> None:
                 noise.append(line)
                 continue
             text = line.removeprefix(MARK).rstrip("\n")
-            if said or SAID.match(text):
+            if said or MESSAGE.match(text):
                 said.append(text)
             else:
                 log.info("%s", text)
         status = child.wait()
     if status:
-        message = f"the Paddle process ended with status {status}:\n{''.join(noise)}"
-        code: str = Code.FAILED
-        if told := SAID.match("\n".join(said)):
-            message, code = told.string[told.end() :], told[1] or Code.PREEMPTED
+        message = "\n".join(said)
+        code = code_in(message)
+        message = MESSAGE.sub("", message, count=1)
+        message = message or f"the Paddle process ended with status {status}:\n{''.join(noise)}"
         raise rebuild_error(status, message, code)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lathe.evaluate.measure_model import require_float32
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 CRITERIA = ("l1_norm", "l2_norm")
 STATIC = "PaddleSlim quantizes the weight and the input of a linear together, with static scales"
@@ -27,6 +27,7 @@ def require_supported(verb: str, recipe: Recipe) -> None:
             "compress chooses a width for every layer, but PaddleSlim's pruners remove the same "
             "share of all layers",
             "use Compress.engine=torch",
+            Code.UNSUPPORTED,
         )
     if verb == "prune":
         wanted: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
@@ -43,6 +44,7 @@ def require_supported(verb: str, recipe: Recipe) -> None:
                     f"Compress.Prune.{key} is {found}: PaddleSlim's pruners support only "
                     f"{' or '.join(map(str, possible))}",
                     f"-o Compress.Prune.{key}={possible[0]}, {HINT}",
+                    Code.UNSUPPORTED,
                 )
     if verb not in ("prune", "quantize"):
         return
@@ -52,11 +54,13 @@ def require_supported(verb: str, recipe: Recipe) -> None:
         raise UserError(
             f"Compress.Quantization.activation_quantize_type is {kind}: {STATIC}",
             f"-o Compress.Quantization.activation_quantize_type=moving_average_abs_max, {HINT}",
+            Code.UNSUPPORTED,
         )
     if verb == "quantize" and (others := settings.named - {"int4", "int8", "static_int8", "float"}):
         raise UserError(
             f"Compress.Quantization names the format {min(others)}: {STATIC}",
             f"name int8 or float instead, {HINT}",
+            Code.UNSUPPORTED,
         )
     _require_training(recipe)
 
@@ -69,12 +73,14 @@ def require_no_gpu_needed(recipe: Recipe) -> None:
             f"Distributed.mp_degree {mp}: Paddle 2.6 supports tensor parallelism only on GPUs, and "
             "this is a CPU",
             f"run it on GPUs, set the degree to 1, {HINT}",
+            Code.UNSUPPORTED,
         )
     if model.recompute and (model.hidden_dropout_prob or model.attention_probs_dropout_prob):
         raise UserError(
             "Model.use_recompute with dropout: Paddle 2.6 supports it only on GPUs, and this is a "
             "CPU",
             "run it on GPUs, or set use_recompute to False or the dropouts to 0",
+            Code.UNSUPPORTED,
         )
 
 
@@ -84,22 +90,26 @@ def _require_training(recipe: Recipe) -> None:
         raise UserError(
             "Compress.Distill: the Paddle engine does not support distillation",
             f"-o Compress.Distill.teacher=null, {HINT}",
+            Code.UNSUPPORTED,
         )
     if model.sequence_parallel:
         raise UserError(
             "Model.sequence_parallel: the Paddle engine does not support it",
             f"-o Model.sequence_parallel=False, {HINT}",
+            Code.UNSUPPORTED,
         )
     if recipe.Data.reset_attention:
         raise UserError(
             "Data.reset_attention: the Paddle engine does not support it",
             f"-o Data.reset_attention=False, {HINT}",
+            Code.UNSUPPORTED,
         )
     if settings.pp_degree > 1:
         raise UserError(
             f"Distributed.pp_degree is {settings.pp_degree}, but the Paddle engine has no pipeline "
             "parallelism",
             f"use mp_degree or sharding, {HINT}",
+            Code.UNSUPPORTED,
         )
     sharding = settings.sharding
     if sharding.sharding_degree > 1 and (sharding.sharding_stage == 3 or sharding.sharding_offload):
@@ -107,25 +117,30 @@ def _require_training(recipe: Recipe) -> None:
             "Distributed.sharding: the Paddle engine shards gradients and moments, not weights, "
             "and has no offload",
             f"set sharding_stage to 2 and sharding_offload to False, {HINT}",
+            Code.UNSUPPORTED,
         )
     if recipe.Compress.Quantization.has_int4:
         raise UserError(
             "Compress.Quantization asks for 4 bits: PaddleSlim supports only 8 bits",
             f"-o Compress.Quantization.weight_bits=8 and no int4 formats, {HINT}",
+            Code.UNSUPPORTED,
         )
     if recipe.Compress.Quantization.rounding == "gptq":
         raise UserError(
             "Compress.Quantization.rounding is gptq: the Paddle engine only rounds to nearest",
             f"-o Compress.Quantization.rounding=nearest, {HINT}",
+            Code.UNSUPPORTED,
         )
     if isinstance(recipe.Compress.Quantization.prefix, int):
         raise UserError(
             f"Compress.Quantization.prefix is {recipe.Compress.Quantization.prefix}: the Paddle "
             "engine does not support a prefix",
             f"-o Compress.Quantization.prefix=none, {HINT}",
+            Code.UNSUPPORTED,
         )
     if settings.mp_degree > 1 and recipe.Compress.Quantization.activation_preprocess_type:
         raise UserError(
             "activation_preprocess_type PACT: its bounds do not support mp_degree above 1",
             f"use dp_degree or sharding, leave it empty, {HINT}",
+            Code.UNSUPPORTED,
         )

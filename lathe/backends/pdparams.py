@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import open_file
 from lathe_base.storage import atomic_file
 
@@ -45,14 +45,22 @@ def load_pdparams(file: IO[bytes], path: str) -> dict[str, NDArray[Any]]:
         raise
     except Exception as error:  # a broken pickle raises whatever its bytes lead to
         what = f"{path}: not a .pdparams file: {error}"
-        raise UserError(what, "copy the file again") from None
+        raise UserError(what, "copy the file again", Code.MALFORMED) from None
     if not isinstance(arrays, dict):
-        raise UserError(f"{path}: contains a {type(arrays).__name__}, not tensors by name", HINT)
+        raise UserError(
+            f"{path}: contains a {type(arrays).__name__}, not tensors by name",
+            HINT,
+            Code.WRONG_KIND,
+        )
     arrays.pop(NAMES, None)
     _join_slices(arrays, path)
     for name in arrays:
         if not isinstance(name, str):
-            raise UserError(f"{path}: a tensor's name is a {type(name).__name__}, not text", HINT)
+            raise UserError(
+                f"{path}: a tensor's name is a {type(name).__name__}, not text",
+                HINT,
+                Code.MALFORMED,
+            )
     return {name: _array(name, value, path) for name, value in arrays.items()}
 
 
@@ -67,7 +75,7 @@ def _join_slices(arrays: dict[Any, Any], path: str) -> None:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{path}: its slices do not fit ({reason})", "copy the file again"
+            f"{path}: its slices do not fit ({reason})", "copy the file again", Code.CORRUPT
         ) from None
 
 
@@ -92,6 +100,7 @@ class _ArraysOnly(pickle.Unpickler):
             raise UserError(
                 f"{self._path}: holds a {module}.{name}, which loading would execute: rejected",
                 HINT,
+                Code.UNSAFE,
             ) from None
 
 
@@ -137,7 +146,9 @@ def _array(name: object, value: Any, path: str) -> NDArray[Any]:
     if isinstance(value, tuple) and len(value) == 2:
         value = value[1]
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
-        raise UserError(f"{path}: {name} is a {type(value).__name__}, not a tensor", HINT)
+        raise UserError(
+            f"{path}: {name} is a {type(value).__name__}, not a tensor", HINT, Code.MALFORMED
+        )
     if value.dtype == np.uint16:
         return (value.astype(np.uint32) << 16).view(np.float32)
     return value

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.backends.torch_pickle import BFLOAT16, Storage, TensorsOnly, TensorView
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 from lathe_base.inputs import open_file
 
 HINT = "copy the file again"
@@ -142,7 +142,7 @@ class TorchFile:
         except Exception as error:
             reason = printable(f"{error}" or type(error).__name__, 120)
             what = f"{self.path}: cannot be read as a file of torch.save: {reason}"
-            raise UserError(what, HINT) from None
+            raise UserError(what, HINT, Code.MALFORMED) from None
 
 
 @contextmanager

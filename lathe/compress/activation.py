@@ -29,7 +29,7 @@ from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe_base.config.settings import QuantizationSettings, Recipe
 from lathe_base.config.settings.types import FORMATS, Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -108,6 +108,7 @@ def find_prefix(
             f"Compress.Quantization.prefix is {settings.prefix}: not supported with "
             f"Distributed.mp_degree {mp}",
             "set Compress.Quantization.prefix=none, or use sharding",
+            Code.CONFLICTING_OPTIONS,
         )
     is_static = settings.activation_quantize_type == "moving_average_abs_max"
     if settings.prefix == "none" or mp > 1 or not is_static:

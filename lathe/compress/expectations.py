@@ -16,7 +16,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
 from lathe_base.config.settings import QuantizationSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 Target = Literal["bytes", "loss"]
 
@@ -85,6 +85,7 @@ def choose(target: Target, limit: float, config: GPTConfig) -> Expectation:
         raise UserError(
             f"--target {target}={limit:g}: untrained, no measured format is below {least:.3f}",
             "train it, with -o Engine.max_steps, or search for a model: lathe compress --target",
+            Code.GATE,
         )
     best, _ = min(found, key=lambda each: each[1][wanted])
     return best

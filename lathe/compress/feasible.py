@@ -3,7 +3,7 @@ it."""
 
 from lathe.model.config import GPTConfig
 from lathe_base.config.settings import PruneSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 def require_enabled(group: str, enable: bool | None) -> None:
@@ -12,6 +12,7 @@ def require_enabled(group: str, enable: bool | None) -> None:
         raise UserError(
             f"Compress.{group}.enable is False in this recipe",
             f"-o Compress.{group}.enable=True, or name another recipe",
+            Code.CONFLICTING_OPTIONS,
         )
 
 
@@ -43,6 +44,7 @@ def require_possible(
             f"Compress.Prune.layers is {settings.layers}, but the model has {config.n_layer} "
             "layers, of which at least one must stay",
             f"set -o Compress.Prune.layers={config.n_layer - 1} or less",
+            Code.INVALID_VALUE,
         )
     if not settings.ratio:
         return []
@@ -64,6 +66,7 @@ def require_possible(
             f"{shown(heads)} heads and {shown(config.n_inner)} channels per layer, channels in "
             f"multiples of {settings.channel_multiple}, and one of each stays",
             "raise the ratio, lower Compress.Prune.channel_multiple, or remove layers",
+            Code.INVALID_VALUE,
         )
     return [] if is_pooled else unmet
 

@@ -15,7 +15,7 @@ from lathe.model.quantization import (
 )
 from lathe_base.config.settings import QuantizationSettings
 from lathe_base.config.settings.types import FORMATS, ActivationScales, Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 INT8_FORMATS: Mapping[ActivationScales, Sequence[Format]] = {
     "auto": ("static_int8", "dynamic_int8"),
@@ -98,6 +98,7 @@ def named_formats(
                 f"{sensitivity}: chooses formats for {sorted(unknown)}, which this model does not "
                 "have",
                 "analyze this model instead",
+                Code.MISMATCH,
             )
     by_name = {linear.skip_name: linear.name for linear in config.architecture.linears}
     in_float: Format = "float"
@@ -109,6 +110,7 @@ def named_formats(
                 raise UserError(
                     f"Compress.Quantization.{key} names {block!r}",
                     f"the model's blocks are block_0 to block_{config.n_layer - 1}",
+                    Code.UNKNOWN_NAME,
                 )
             path = config.architecture.block(index)
             named.update({f"{path}.{by_name[x]}": fmt for x, fmt in linears.items()})
@@ -118,6 +120,7 @@ def named_formats(
                 f"Compress.Quantization.head_format is {settings.head_format}, but the output "
                 "layer is the token embedding, which is not quantized",
                 "set Compress.Quantization.quantize_embedding=True",
+                Code.CONFLICTING_OPTIONS,
             )
         named[HEAD] = settings.head_format
     return named

@@ -35,7 +35,7 @@ from lathe.train.result import TrainResult, remove_run
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
 from lathe_base.config.settings import PruneSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
@@ -94,7 +94,9 @@ def _one_round(
     def make(workers: Workers) -> TrainingJob:
         start_model = load_checkpoint(start)
         if dense.quantization is not None:
-            raise UserError(f"{parent.path}: is quantized", "prune first, then quantize")
+            raise UserError(
+                f"{parent.path}: is quantized", "prune first, then quantize", Code.WRONG_KIND
+            )
         device = workers.device_with_room(start_model.model)
         trainable = with_dropout(start_model.model, recipe.Model).to(device)
         config = trainable.config
@@ -171,6 +173,7 @@ def _prunes_queries(settings: PruneSettings, config: GPTConfig) -> bool:
         raise UserError(
             "Compress.Prune.head_unit is query, but the model does not use grouped-query attention",
             "set Compress.Prune.head_unit=group",
+            Code.UNSUPPORTED,
         )
     return settings.head_unit == "query"
 
@@ -194,6 +197,7 @@ def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[
             raise UserError(
                 f"Compress.Prune.{name} is {wanted}, but the model's layers have {list(have)}",
                 "give one number per layer, at most that large",
+                Code.INVALID_VALUE,
             )
     scores, order = _scores(model, settings, calibration, of_queries)
     largest = [

@@ -36,7 +36,7 @@ from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.config.settings.types import Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 
@@ -78,7 +78,11 @@ def quantize(
     def make(workers: Workers) -> TrainingJob:
         start = load_checkpoint(parent)
         if start.model.config.quantization is not None:
-            raise UserError(f"{model}: is already quantized", "start from its parent checkpoint")
+            raise UserError(
+                f"{model}: is already quantized",
+                "start from its parent checkpoint",
+                Code.WRONG_KIND,
+            )
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
         device = workers.device_with_room(start.model)
         start.model.to(device)
@@ -88,7 +92,9 @@ def quantize(
             loss = float(next_token_loss(start.model, batches[0]))
         if not math.isfinite(loss):
             raise UserError(
-                f"{model}: its loss on training text is {loss}", "start from an earlier checkpoint"
+                f"{model}: its loss on training text is {loss}",
+                "start from an earlier checkpoint",
+                Code.NOT_FINITE,
             )
         text_for_gptq = []
         if settings.uses_gptq(recipe.Engine.max_steps):

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lathe_base import storage
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake, read_text
 from lathe_base.storage import atomic_file, locked
 
@@ -76,7 +76,9 @@ def _spend(history: str | Path, baseline: str, candidate: str) -> int:
     try:
         recorded = Looks.model_validate_json(text) if text is not None else Looks()
     except ValidationError as error:
-        raise UserError(f"{history}: broken: {first_mistake(error)}", HINT) from None
+        raise UserError(
+            f"{history}: broken: {first_mistake(error)}", HINT, Code.MALFORMED
+        ) from None
     looks = recorded.looks.get(baseline, ())
     for number, look in enumerate(looks, start=1):
         if look.candidate == candidate:

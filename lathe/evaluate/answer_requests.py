@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from lathe.evaluate.score_requests import Resumable
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.progress import bar
 
 log = logging.getLogger("lathe")
@@ -76,7 +76,9 @@ class ResumableAnswers(Resumable):
             UserError: the model cannot generate.
         """
         if self.answerers is None:
-            raise UserError(f"{title}: this engine does not generate answers", GENERATE_HINT)
+            raise UserError(
+                f"{title}: this engine does not generate answers", GENERATE_HINT, Code.UNSUPPORTED
+            )
         answerer = self.answerers()[run]
         names = [
             f"answer {run} {i} {hashlib.sha256(json.dumps(asdict(one)).encode()).hexdigest()}"

@@ -17,7 +17,7 @@ from lathe.evaluate.answer_requests import Answerer, AnswerRequest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.client import Client
 from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.contract import Receiver
@@ -108,6 +108,7 @@ def served_answerer(
                 f"a server cannot be sent the prompt {text[:60]!r}, which contains the text of a "
                 "special token",
                 "evaluate the export itself, without --endpoint",
+                Code.UNSUPPORTED,
             )
         limits = {"max_tokens": request.max_tokens, "min_tokens": 0}
         return client.generate(text, decode_strategy="greedy_search", **limits).tokens

@@ -24,7 +24,7 @@ from lathe.evaluate.intervals import (
     of_units,
 )
 from lathe_base.config.settings import GateSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 Verdict = Literal["pass", "inconclusive", "fail"]
 MAX_EXPONENT = 700.0  # exp of more overflows
@@ -69,9 +69,9 @@ class Units:
         try:
             column = np.array([float(row[name]) for row in self.rows])
         except (KeyError, TypeError, ValueError):
-            raise UserError(f"{self.path}: broken", hint) from None
+            raise UserError(f"{self.path}: broken", hint, Code.MALFORMED) from None
         if not np.isfinite(column).all():
-            raise UserError(f"{self.path}: holds NaN or infinity", hint)
+            raise UserError(f"{self.path}: holds NaN or infinity", hint, Code.NOT_FINITE)
         return column
 
     def noise_floor(self, name: str) -> int | None:
@@ -392,11 +392,16 @@ class Perplexity(Measure):
     ) -> Check:
         tokens = self.tokens(before)
         if len(tokens) < 2:
-            raise UserError(f"{before.path}: fewer than two {self.unit}", "evaluate on more data")
+            raise UserError(
+                f"{before.path}: fewer than two {self.unit}",
+                "evaluate on more data",
+                Code.TOO_LITTLE_DATA,
+            )
         if (tokens != self.tokens(after)).any():
             raise UserError(
                 f"{before.path} and {after.path} have different {self.unit}",
                 "evaluate both models on the same data with the same recipe",
+                Code.MISMATCH,
             )
         totals = before.totals(self.loss(after) - self.loss(before), tokens)
         method, _ = _by_clusters(before, totals, self.method)
@@ -445,7 +450,11 @@ class MeanScore(Measure):
     ) -> Check:
         theirs, ours = (units.column(self.column) for units in (before, after))
         if len(theirs) < 2:
-            raise UserError(f"{before.path}: fewer than two examples", "evaluate on more data")
+            raise UserError(
+                f"{before.path}: fewer than two examples",
+                "evaluate on more data",
+                Code.TOO_LITTLE_DATA,
+            )
         totals = before.totals(ours - theirs, np.ones(len(theirs)))
         method, test = _by_clusters(before, totals, "paired Student's t", "paired t")
         return self._check(

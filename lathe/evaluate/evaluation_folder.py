@@ -12,7 +12,7 @@ from lathe.evaluate.tasks import CLOZE, SLOTS, TEXT, task_named
 from lathe.evaluate.tasks.task import Task
 from lathe_base.artifacts.kinds import EVALUATION, read_intact
 from lathe_base.artifacts.metadata import EvaluationMetadata
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 METRICS = EVALUATION.metadata_file
 UNITS = {CLOZE.name: "examples.jsonl", TEXT.name: "blocks.jsonl"}
@@ -117,7 +117,11 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     """
     path = folder / METRICS
     if not path.is_file():
-        raise UserError(f"{folder}: no {METRICS}", "give the folder that `lathe evaluate` wrote")
+        raise UserError(
+            f"{folder}: no {METRICS}",
+            "give the folder that `lathe evaluate` wrote",
+            Code.WRONG_KIND,
+        )
     metadata = read_intact(folder, METRICS, EvaluationMetadata, HINT)
     return {key: metadata.raw[key] for key in KEYS} | {
         key: metadata.raw.get(key, absent)
@@ -145,7 +149,11 @@ def measured(metrics: Mapping[str, Any], folder: Path) -> list[TaskResult]:
         figures = entry["figures"]
         for key in (task.unit, *(measure.key for measure in task.measures)):
             if not isinstance(figures.get(key), int | float):
-                raise UserError(f"{folder / METRICS}: tasks.{name}.figures.{key}: missing", HINT)
+                raise UserError(
+                    f"{folder / METRICS}: tasks.{name}.figures.{key}: missing",
+                    HINT,
+                    Code.INCOMPLETE,
+                )
         measurements.append(TaskResult(name, task, figures, entry["sha256"]))
     return measurements
 
@@ -155,9 +163,9 @@ def _read_rows(path: Path, n: int) -> list[dict[str, Any]]:
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file", HINT) from None
+        raise UserError(f"{path}: no such file", HINT, Code.INCOMPLETE) from None
     except (OSError, RecursionError, ValueError):
-        raise UserError(f"{path}: broken", HINT) from None
+        raise UserError(f"{path}: broken", HINT, Code.MALFORMED) from None
     if len(rows) != n:
-        raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", HINT)
+        raise UserError(f"{path}: {len(rows)} lines, {METRICS} counts {n}", HINT, Code.INCOMPLETE)
     return rows

@@ -25,7 +25,7 @@ from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
 from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
 from lathe_base.artifacts.kinds import VERDICT, read_json
 from lathe_base.config.settings import GateSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_file, claim_output_file
 
@@ -168,7 +168,9 @@ def gate(
     pairing = replace(pairing, notes=(*pairing.notes, *sorted(filter(None, said))))
     if history is not None and not pairing.baseline:
         raise UserError(
-            f"{baseline}: does not record which model it evaluates", "evaluate it again"
+            f"{baseline}: does not record which model it evaluates",
+            "evaluate it again",
+            Code.INCOMPLETE,
         )
     look = None if history is None else spend(history, pairing.baseline, pairing.candidate)
     confidence = settings.confidence if look is None else confidence_at(look, settings.confidence)
@@ -228,6 +230,7 @@ def _pair(baseline: Path, candidate: Path, settings: GateSettings) -> Pairing:
         raise UserError(
             f"{baseline} and {candidate}: only one of them is from lm_eval",
             "evaluate both models with the same program",
+            Code.MISMATCH,
         )
     pair = pair_logged if all(by_lm_eval) else pair_evaluations
     return pair(baseline, candidate, settings.cluster_by)
@@ -245,6 +248,7 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
             raise UserError(
                 f"Gate.margins: {pattern!r} matches no measure of these evaluations",
                 f"they have: {', '.join(names)}",
+                Code.UNKNOWN_NAME,
             )
     is_judged = False
     for pair in pairing.pairs:
@@ -259,6 +263,7 @@ def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, fl
         raise UserError(
             f"no margin applies to any measure: {', '.join(names)}",
             "give one with -o 'Gate.margins={MEASURE: 0.01}'",
+            Code.MISSING_OPTION,
         )
 
 
@@ -276,6 +281,7 @@ def _uncontaminated(judged: Sequence[tuple[Pair, float]]) -> Iterator[tuple[Pair
                 f"{len(pair.before.rows) - len(clean.before.rows):,} of {len(pair.before.rows):,} "
                 "units: the set is not held out",
                 "evaluate both models on another set",
+                Code.TOO_LITTLE_DATA,
             )
         if clean:
             yield clean, margin

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lathe.data.cleaning import language
 from lathe.data.sentences import SentenceSplitter
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake
 
 Text = Annotated[str, Field(min_length=1)]
@@ -363,15 +363,19 @@ def parse_instruction(name: Any, arguments: Any, where: str) -> Instruction:
     """
     if name not in INSTRUCTIONS:
         raise UserError(
-            f"{where}: unknown instruction {name!r}", f"there are {', '.join(INSTRUCTIONS)}"
+            f"{where}: unknown instruction {name!r}",
+            f"there are {', '.join(INSTRUCTIONS)}",
+            Code.UNKNOWN_NAME,
         )
     if not isinstance(arguments, Mapping):
-        raise UserError(f"{where}: {name}: kwargs is not an object", "write {} for no arguments")
+        raise UserError(
+            f"{where}: {name}: kwargs is not an object", "write {} for no arguments", Code.MALFORMED
+        )
     given = {key: value for key, value in arguments.items() if value is not None}
     try:
         return INSTRUCTIONS[name].model_validate(given)
     except ValidationError as error:
         known = ", ".join(INSTRUCTIONS[name].model_fields) or "none"
         raise UserError(
-            f"{where}: {name}: {first_mistake(error)}", f"its arguments: {known}"
+            f"{where}: {name}: {first_mistake(error)}", f"its arguments: {known}", Code.MALFORMED
         ) from None

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lathe.evaluate.comparison import Accuracy, MeanCost, MeanScore, Measure, Perplexity, Units
 from lathe.evaluate.paired_evaluations import Pair, Pairing
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake, lines, open_file, parse_json, read_text
 from lathe_base.storage import digest, sha256
 
@@ -108,7 +108,9 @@ def pair_logged(baseline: Path, candidate: Path, cluster_by: str | None) -> Pair
                 notes.append(pair)
     if not pairs:
         raise UserError(
-            f"{baseline}: no metric can be compared: {'; '.join(notes)}", SAME_RUNS_HINT
+            f"{baseline}: no metric can be compared: {'; '.join(notes)}",
+            SAME_RUNS_HINT,
+            Code.MISMATCH,
         )
     described = (_described(baseline, before), _described(candidate, after))
     a, b = (digest("".join(logged.sha256 for logged in run.values())) for run in (before, after))
@@ -130,7 +132,11 @@ def _require_same(names: str, what: str, before: object, after: object) -> None:
     a, b = (set(value) if isinstance(value, dict | set) else {value} for value in (before, after))
     if a != b:
         shown = [", ".join(sorted(map(str, side))) or "none" for side in (a - b, b - a)]
-        raise UserError(f"{names} differ in {what}: {shown[0]} against {shown[1]}", SAME_RUNS_HINT)
+        raise UserError(
+            f"{names} differ in {what}: {shown[0]} against {shown[1]}",
+            SAME_RUNS_HINT,
+            Code.MISMATCH,
+        )
 
 
 def _pair_task(before: LoggedTask, after: LoggedTask) -> Iterator[Pair | str]:
@@ -142,13 +148,17 @@ def _pair_task(before: LoggedTask, after: LoggedTask) -> Iterator[Pair | str]:
     for ours, theirs, path in ((before, after, after.path), (after, before, before.path)):
         if missing := [key[1] for key in ours.samples if key not in theirs.samples]:
             few = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
-            raise UserError(f"{path}: lacks {len(missing)} samples: doc_id {few}", SAME_RUNS_HINT)
+            raise UserError(
+                f"{path}: lacks {len(missing)} samples: doc_id {few}", SAME_RUNS_HINT, Code.MISMATCH
+            )
     for key, sample in before.samples.items():
         other = after.samples[key]
         for part, a, b in zip(PARTS, sample.hashes, other.hashes, strict=True):
             if a != b:
                 raise UserError(
-                    f"{names}: doc_id {key[1]} has a different {part} in each", SAME_RUNS_HINT
+                    f"{names}: doc_id {key[1]} has a different {part} in each",
+                    SAME_RUNS_HINT,
+                    Code.MISMATCH,
                 )
         _require_same(f"{names}: doc_id {key[1]}", "metrics", set(sample.values), set(other.values))
     for filter_name in dict.fromkeys(key[0] for key in before.samples):
@@ -283,7 +293,9 @@ def read_logged(path: Path, cluster_by: str | None = None) -> dict[str, LoggedTa
     files = [path] if path.is_file() else _sample_files(path)
     if len({file.parent for file in files}) > 1:
         folders = sorted({file.parent.name for file in files})
-        raise UserError(f"{path}: samples of several models: {', '.join(folders)}", "give one")
+        raise UserError(
+            f"{path}: samples of several models: {', '.join(folders)}", "give one", Code.AMBIGUOUS
+        )
     latest: dict[str, tuple[str, Path]] = {}
     for file in files:
         match = SAMPLES.fullmatch(file.name)
@@ -313,16 +325,20 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
                 values = parse_json(text, f"{where}: malformed line", HINT)
                 line = SampleLine.model_validate(values)
             except ValidationError as error:
-                raise UserError(f"{where}: malformed line: {first_mistake(error)}", HINT) from None
+                raise UserError(
+                    f"{where}: malformed line: {first_mistake(error)}", HINT, Code.MALFORMED
+                ) from None
             key = (line.filter, line.doc_id)
             if key in samples:
-                raise UserError(f"{where}: duplicate doc_id {line.doc_id} ({line.filter})", HINT)
+                raise UserError(
+                    f"{where}: duplicate doc_id {line.doc_id} ({line.filter})", HINT, Code.DUPLICATE
+                )
             is_clustered = isinstance(line.doc, dict) and cluster_by
             cluster = line.doc.get(cluster_by) if is_clustered else None
             document = None if cluster is None else str(cluster)
             samples[key] = LoggedSample(line.hashes(), line.values(), document)
     if not samples:
-        raise UserError(f"{path}: no samples", HINT)
+        raise UserError(f"{path}: no samples", HINT, Code.TOO_LITTLE_DATA)
     task = LoggedTask(name, path, sha256(path), samples, _results(path.parent, date))
     expected = task.of_results("n-samples", "effective")
     documents = len({doc_id for _, doc_id in samples})
@@ -330,6 +346,7 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
         raise UserError(
             f"{path}: {documents} documents, but the run's results count {expected}",
             "the file is incomplete: run lm_eval again",
+            Code.INCOMPLETE,
         )
     return task
 
@@ -341,7 +358,7 @@ def _results(folder: Path, date: str) -> dict[str, Any]:
         return {}
     values = parse_json(read_text(files[0], HINT), str(files[0]), HINT)
     if not isinstance(values, dict):
-        raise UserError(f"{files[0]}: not lm_eval results", HINT)
+        raise UserError(f"{files[0]}: not lm_eval results", HINT, Code.WRONG_KIND)
     return values
 
 

@@ -35,7 +35,7 @@ from lathe_base.artifacts.remote import input_path
 from lathe_base.config.settings import OfflineEvalSettings, Recipe
 from lathe_base.config.settings.quality import AnswerSettings
 from lathe_base.config.settings.types import EvaluationRuntime
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import atomic_folder, digest, sha256
 from lathe_base.storage.ownership import real_path
 
@@ -157,7 +157,9 @@ def measure(
     files = _find_inputs(settings, data, cloze, text, task_files(stated))
     generative = [file for file in files if file.task.generates]
     if generative and subject.answerers is None:
-        raise UserError(f"{generative[0].path}: this engine does not generate", GENERATE_HINT)
+        raise UserError(
+            f"{generative[0].path}: this engine does not generate", GENERATE_HINT, Code.UNSUPPORTED
+        )
     if reference is not None:
         _require_comparable(subject, reference, files)
 
@@ -264,6 +266,7 @@ def _score(
             raise UserError(
                 f"{subject.folder}: its loss is {loss}",
                 "training diverged: use an earlier checkpoint",
+                Code.NOT_FINITE,
             )
         if reference is not None and file.task is TEXT:
             units[file.name], beside = compare_text(
@@ -350,7 +353,7 @@ def parse_task(option: str, source: str = "--task") -> TaskOption:
     task, _, file = option.partition("=")
     if not task or not file:
         what = f"{source} {option}: not TASK=FILE"
-        raise UserError(what, "write multiple_choice=hellaswag.jsonl")
+        raise UserError(what, "write multiple_choice=hellaswag.jsonl", Code.INVALID_VALUE)
     return task, input_path(file)
 
 
@@ -365,11 +368,16 @@ def task_files(requested: Sequence[TaskOption]) -> list[TaskFile]:
         task = task_named(name, "choose one, as in multiple_choice=hellaswag.jsonl")
         task_name = task.name if task in SLOTS else path.stem
         if task_name in files_by_task or (task not in SLOTS and task_name in TASKS):
-            raise UserError(f"{path}: duplicate result name {task_name}", "rename the file")
+            raise UserError(
+                f"{path}: duplicate result name {task_name}",
+                "rename the file",
+                Code.DUPLICATE,
+            )
         if not re.fullmatch(TASK_NAME, task_name):
             raise UserError(
                 f"{path}: {task_name!r} is not a valid result name",
                 "rename the file: use only letters, digits, _, - and .",
+                Code.INVALID_VALUE,
             )
         files_by_task[task_name] = TaskFile(task_name, task, path)
     return list(files_by_task.values())
@@ -397,6 +405,7 @@ def _find_inputs(
             raise UserError(
                 f"{data}: no cloze.jsonl and no heldout.txt",
                 "give the folder written by `lathe prepare`, or omit --data",
+                Code.WRONG_KIND,
             )
         cloze = cloze or _held_out(data / "cloze.jsonl")
         text = text or _held_out(data / "heldout.txt")
@@ -411,6 +420,7 @@ def _find_inputs(
         raise UserError(
             "nothing to evaluate on",
             "give a data folder with held-out documents, a cloze JSONL file, a text or a task",
+            Code.MISSING_OPTION,
         )
     return [*slots, *others]
 
@@ -433,10 +443,13 @@ def _require_comparable(
         raise UserError(
             f"{names} have different vocabularies or lengths",
             "give the model that this one was derived from",
+            Code.MISMATCH,
         )
     if not any(file.task is TEXT for file in files):
         raise UserError(
-            f"{names} are compared on a text, but none is given", "give --text or --data"
+            f"{names} are compared on a text, but none is given",
+            "give --text or --data",
+            Code.MISSING_OPTION,
         )
 
 
@@ -496,5 +509,7 @@ def require_float32(settings: OfflineEvalSettings, what: str) -> None:
     """Raise UserError unless `Offline_Eval.dtype` is float32; `what` is the reason, a clause."""
     if settings.dtype != "float32":
         raise UserError(
-            f"Offline_Eval.dtype is {settings.dtype}, but {what}", "set Offline_Eval.dtype=float32"
+            f"Offline_Eval.dtype is {settings.dtype}, but {what}",
+            "set Offline_Eval.dtype=float32",
+            Code.UNSUPPORTED,
         )

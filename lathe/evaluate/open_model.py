@@ -29,7 +29,7 @@ from lathe.model.gpt import GPT
 from lathe.train.workers import choose_device
 from lathe_base.artifacts.kinds import open_export
 from lathe_base.config.settings import ExportSettings, OfflineEvalSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import sha256
 from lathe_serving.client import Client
 from lathe_serving.runtime.exported_model import MODEL, ExportedModel
@@ -61,7 +61,9 @@ def open_model(
     onnx = Path(model) / MODEL
     if not onnx.is_file():
         if endpoint is not None:
-            raise UserError(f"{onnx}: no such file", "give the export folder that is served")
+            raise UserError(
+                f"{onnx}: no such file", "give the export folder that is served", Code.NOT_FOUND
+            )
         device = choose_device(recipe)
         return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
     folder = onnx.parent
@@ -248,6 +250,7 @@ def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
         raise UserError(
             f"{url} serves a {model_name} of SHA-256 {served[:12]}, not {digest[:12]}",
             "deploy this export, or give the folder of the export that is served",
+            Code.MISMATCH,
         )
     return IndexedScorer(client.score)
 

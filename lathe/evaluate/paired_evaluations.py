@@ -7,7 +7,7 @@ from typing import Any
 
 from lathe.evaluate.comparison import Accuracy, Measure, Units
 from lathe.evaluate.evaluation_folder import Evaluation, read_evaluation
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import digest
 
 PARTS = ("protocol", "sources", "digests", "contamination")
@@ -91,12 +91,13 @@ def _require_same_measurement(before: Evaluation, after: Evaluation) -> None:
             raise UserError(
                 f"{names} differ in {name}: {_short(a.get(name))} against {_short(b.get(name))}",
                 hint,
+                Code.MISMATCH,
             )
     ours, theirs = before.metrics["protocol"], after.metrics["protocol"]
     if ours != theirs:
-        raise UserError(f"{names} differ in protocol: {ours} against {theirs}", hint)
+        raise UserError(f"{names} differ in protocol: {ours} against {theirs}", hint, Code.MISMATCH)
     if any(len(before.units[name].rows) != len(after.units[name].rows) for name in before.units):
-        raise UserError(f"{names} have different examples or blocks", hint)
+        raise UserError(f"{names} have different examples or blocks", hint, Code.MISMATCH)
 
 
 def _digests(evaluation: Evaluation) -> dict[str, str | None]:

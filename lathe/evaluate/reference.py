@@ -19,7 +19,7 @@ from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import Resumable, ScoreLimits, Scores, Targets, answer
 from lathe.evaluate.tasks.text import BlockLoss, TokenizedText, text_windows
 from lathe_base.artifacts.journal import Journal
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 POSITIONS = 256  # of which both models' (n, V) logits are held at a time
 
@@ -98,6 +98,7 @@ def compare_text(
         raise UserError(
             "--reference requires a checkpoint that torch runs, or an export",
             "omit --reference or --endpoint",
+            Code.CONFLICTING_OPTIONS,
         )
     requests = text_windows(text, limits)
     scorer = Resumable(DivergenceScorer(model, reference), journal, "divergence")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.export.formats import compressed_tensors, gguf
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.environment import ROOT, vllm_python
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.open_model import open_model
@@ -38,6 +38,9 @@ Array = NDArray[np.float32]
 
 class NotInstalledError(UserError):
     """An engine's package is not installed."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what, hint, Code.NOT_INSTALLED)
 
 
 class Engine:
@@ -127,7 +130,8 @@ class Isolated(Remote):
             how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             raise StageError(
                 f"{self._name} crashed ({how}): it cannot run this model on this processor, or is "
-                "another version than its package says"
+                "another version than its package says",
+                Code.KILLED,
             ) from None
         if isinstance(result, Exception):
             raise result
@@ -336,7 +340,9 @@ class VLLM(Remote):
             return self._pipe.recv()
         except (EOFError, OSError):
             status = self._process.wait()
-            raise StageError(f"vLLM ended with status {status}; the log above says why") from None
+            raise StageError(
+                f"vLLM ended with status {status}; the log above says why", Code.FAILED
+            ) from None
 
 
 ENGINES: dict[str, tuple[str, Callable[[Path], Engine], str]] = {
@@ -358,13 +364,16 @@ def open_engine(name: str, folder: Path) -> Engine:
         NotInstalledError: the engine is not installed.
     """
     if name not in ENGINES:
-        raise UserError(f"{name}: unknown engine", f"use one of {', '.join(ENGINES)}")
+        raise UserError(
+            f"{name}: unknown engine", f"use one of {', '.join(ENGINES)}", Code.UNKNOWN_NAME
+        )
     file, engine, packages = ENGINES[name]
     if not (folder / file).exists():
         file_format = "gguf" if file == gguf.FILE else file
         raise UserError(
             f"{folder}: has no {file}, which {name} requires",
             f"export the model again with --format {file_format}",
+            Code.INCOMPLETE,
         )
     try:
         # llama.cpp crashes on some processors, such as those with AMX, in some models.

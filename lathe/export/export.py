@@ -29,7 +29,7 @@ from lathe.model.gpt import GPT
 from lathe_base.artifacts.kinds import EXPORT, read_metadata
 from lathe_base.artifacts.metadata import ExportMetadata
 from lathe_base.config.settings import ExportSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.policy import OF_FORMAT
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, require_utf8, sha256
@@ -161,6 +161,7 @@ def require_exportable(model: Path, config: GPTConfig, settings: ExportSettings)
         raise UserError(
             f"{model}: is a quantized checkpoint, but Export.dtype is float16",
             "set Export.dtype=float32, or export the checkpoint from before quantization",
+            Code.UNSUPPORTED,
         )
 
 
@@ -180,6 +181,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
             f"2 "
             "GB for one ONNX file",
             "quantize the model with Compress.Quantization.quantize_embedding=True",
+            Code.TOO_LARGE,
         )
     graph.save(folder / MODEL)
     head = padded_head(config)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from lathe.data.tokens import read_data_metadata
 from lathe_base.config.settings import ExportSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
 
 HELD_OUT = "heldout.txt"
@@ -40,7 +40,9 @@ def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> 
     read_data_metadata(data)
     path = data / HELD_OUT
     if not path.exists():
-        raise UserError(f"{path}: no such file", "give the folder written by `lathe prepare`")
+        raise UserError(
+            f"{path}: no such file", "give the folder written by `lathe prepare`", Code.NOT_FOUND
+        )
     text = read_text(path, "give the folder written by `lathe prepare`", HELD_OUT_CHARACTERS)
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     longest = min(MAX_PROMPT_TOKENS, longest)
@@ -49,12 +51,14 @@ def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> 
             "the model reads too few positions to verify its export: prompts of 2 tokens and a new "
             "one need 3",
             "train a model with a larger Model.max_position_embeddings",
+            Code.UNSUPPORTED,
         )
     lengths = np.linspace(min(MIN_PROMPT_TOKENS, longest), longest, n).round().astype(int)
     if len(tokens) < longest + n:
         raise UserError(
             f"{path}: {len(tokens)} tokens are too few for {n} prompts of up to {longest}",
             "lower Export.prompts, or prepare a larger corpus or test split",
+            Code.TOO_LITTLE_DATA,
         )
     starts = np.linspace(0, len(tokens) - longest, n).astype(int)
     return [tokens[a : a + k] for a, k in zip(starts.tolist(), lengths.tolist(), strict=True)]

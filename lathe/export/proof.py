@@ -21,7 +21,7 @@ from lathe.export.weight_formats import count_products
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.progress import Bar, bar
 from lathe_serving.runtime.exported_model import MODEL, pad
 from lathe_serving.runtime.open_session import open_session
@@ -38,6 +38,9 @@ QUANTIZATION_SHARE = 1.5
 
 class ProofError(StageError):
     """The graph computes something else than the checkpoint."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Code.NOT_PROVED)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from lathe.export.prompts import proof_prompts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe_base.artifacts.kinds import EXPORT, open_export
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.progress import track
 from lathe_base.storage.ownership import not_ours
 
@@ -84,7 +84,9 @@ def prove_in_engine(
     checkpoint = load_checkpoint(model)
     if metadata.source != checkpoint.digest:
         raise UserError(
-            f"{exported}: is not an export of {model}", "give the checkpoint that was exported"
+            f"{exported}: is not an export of {model}",
+            "give the checkpoint that was exported",
+            Code.MISMATCH,
         )
     prompts, new_tokens = proof_prompts(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
@@ -139,7 +141,8 @@ def prove_files(
     if not fidelity.kl <= fidelity.kl_limit:
         raise StageError(
             f"{folder}: in {opened.version} it diverges from the float model by "
-            f"{fidelity.kl:.2g} nats per token, of which rounding explains {fidelity.kl_limit:.2g}"
+            f"{fidelity.kl:.2g} nats per token, of which rounding explains {fidelity.kl_limit:.2g}",
+            Code.NOT_PROVED,
         )
     return EngineProof(opened.version, len(prompts), fidelity)
 
@@ -196,7 +199,8 @@ def require_tokens(
             raise StageError(
                 f"{folder}: the tokenizer of {engine.version} gives {what} the ids "
                 f"{ids[step : step + 8]} from token {step} on, and the checkpoint's "
-                f"{wanted[step : step + 8]}"
+                f"{wanted[step : step + 8]}",
+                Code.NOT_PROVED,
             )
 
 
@@ -209,7 +213,8 @@ def _require_text(engine: Engine, prompt: list[int], text: list[int], folder: Pa
         step = int(lost.argmax())
         raise StageError(
             f"{folder}: in {engine.version} token {step} of a greedy text is {text[step]}, whose "
-            f"logit is {lost[step]:.2g} standard deviations below the largest (limit {TIE})"
+            f"logit is {lost[step]:.2g} standard deviations below the largest (limit {TIE})",
+            Code.NOT_PROVED,
         )
 
 

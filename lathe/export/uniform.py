@@ -19,7 +19,7 @@ from lathe.model.architecture import HEAD, Linear
 from lathe.model.checkpoint import join_rows, split_rows
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 def uniform(config: GPTConfig, folder: Path) -> GPTConfig:
@@ -53,6 +53,7 @@ def uniform(config: GPTConfig, folder: Path) -> GPTConfig:
             f"{folder}: its layers differ in width, and a norm of all heads together would count "
             "the zeros that make them equal",
             "prune with Compress.Prune.scope=uniform",
+            Code.UNSUPPORTED,
         )
     # New query heads of a group stand before the next group's, whose scales move with them.
     moves = any(queries < per_group for queries in config.per_group)
@@ -61,6 +62,7 @@ def uniform(config: GPTConfig, folder: Path) -> GPTConfig:
             f"{folder}: the layers' groups of query heads differ in size, and the heads' size "
             f"{config.head_dim} is not a multiple of the scales' group size {group_size}",
             "quantize with another Compress.Quantization.group_size",
+            Code.UNSUPPORTED,
         )
     return shape
 
@@ -81,6 +83,7 @@ def _head_numbers(config: GPTConfig, folder: Path) -> tuple[int, int]:
         f"{folder}: transformers has no model of hidden size {config.n_embd} with {least_kv} "
         f"key-value heads, {least_queries} query heads for each",
         "remove compressed-tensors from Export.formats",
+        Code.UNSUPPORTED,
     )
 
 

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc  # type: ignore[impo
 from lathe.release.golden import Golden
 from lathe.release.release import Releases
 from lathe_base.config.settings import ProductionSettings, Recipe
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.provenance.keys import trusted_keys
 from lathe_base.provenance.policy import require
 from lathe_serving.client import Client
@@ -111,7 +111,8 @@ def _burst(client: Client, golden: Golden, settings: ProductionSettings) -> Summ
     requests = run_load(client, load)
     if failed := [request.error for request in requests if not request.answered]:
         raise StageError(
-            f"under load {len(failed)} of {len(requests)} requests failed, the first: {failed[0]}"
+            f"under load {len(failed)} of {len(requests)} requests failed, the first: {failed[0]}",
+            Code.GATE,
         )
     summary = summarize(requests, Objective(math.inf, math.inf))
     for what, seconds, limit in (
@@ -126,7 +127,8 @@ def _burst(client: Client, golden: Golden, settings: ProductionSettings) -> Summ
         if p99 > limit:
             raise StageError(
                 f"too slow under load: with {settings.burst_clients} clients, the 99th percentile "
-                f"of the time to {what} is {p99:.1f} ms, above the limit of {limit:g} ms"
+                f"of the time to {what} is {p99:.1f} ms, above the limit of {limit:g} ms",
+                Code.GATE,
             )
     return summary
 
@@ -171,7 +173,7 @@ def _messages(model_name: str) -> dict[str, Any]:
 
 def _require_refused(what: str, error: str | None) -> str:
     if not error:
-        raise StageError(f"the server answers a malformed request: {what}")
+        raise StageError(f"the server answers a malformed request: {what}", Code.GATE)
     return what
 
 
@@ -183,7 +185,9 @@ def _grpc_error(state: ServerState, message: Any) -> str | None:
             return next((str(r.error_message) for r in responses if r.error_message), None)
         except grpc.RpcError as error:
             if error.code() in NO_ANSWER:
-                raise StageError(f"no answer to a malformed request: {error.details()}") from error
+                raise StageError(
+                    f"no answer to a malformed request: {error.details()}", Code.GATE
+                ) from error
             return str(error.details())
 
 
@@ -196,4 +200,4 @@ def _http_error(state: ServerState, body: bytes) -> str | None:
     except HTTPError as error:
         return f"{error.code} {error.read().decode(errors='replace')}"
     except OSError as error:
-        raise StageError(f"no answer to a malformed request: {error}") from error
+        raise StageError(f"no answer to a malformed request: {error}", Code.GATE) from error

@@ -75,6 +75,7 @@ def challenge(
             raise UserError(
                 f"the model in production cannot be compared with the candidate: {error.what}",
                 f"{error.hint}; its tokenizer is {tokenizer}",
+                error.code,
             ) from error
 
 

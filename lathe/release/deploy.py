@@ -28,7 +28,7 @@ from lathe.release.rehearsal import RehearsedAnswer, ask, ask_http, ask_together
 from lathe_base.artifacts.kinds import DEPLOYMENT, EXPORT, checked, open_export, read_json
 from lathe_base.artifacts.kinds import REPOSITORY as REPOSITORY_KIND
 from lathe_base.config.settings import GenerationSettings, Recipe, ServingSettings
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.inputs import read_text
 from lathe_base.progress import track
 from lathe_base.provenance.step import attested
@@ -193,7 +193,9 @@ def serve(deployed: Path) -> ServerState:
         UserError: no such folder, a server is already running, or a port is in use.
     """
     if not (deployed / REPORT).is_file():
-        raise UserError(f"{deployed}: no {REPORT}", "give the folder written by `lathe deploy`")
+        raise UserError(
+            f"{deployed}: no {REPORT}", "give the folder written by `lathe deploy`", Code.WRONG_KIND
+        )
     report = read_json(deployed / REPORT, "deploy the model again")
     where = f"{deployed / REPORT}: serving"
     serving = checked(report.get("serving"), ServingSettings, where, "deploy the model again")
@@ -316,7 +318,8 @@ def _check_ways(
             divergence = find_divergence(checkpoint, prompt, answer.tokens, got)
             if divergence is not None and not abs(divergence.gap) <= max_gap:
                 raise StageError(
-                    f"{way}: {prompt!r} gives {got}, over a gRPC stream {answer.tokens}"
+                    f"{way}: {prompt!r} gives {got}, over a gRPC stream {answer.tokens}",
+                    Code.NOT_PROVED,
                 )
 
 
@@ -329,7 +332,8 @@ def _check(
                 f"the server differs from the checkpoint: after {prompt!r} and "
                 f"{divergence.position} equal tokens it generates {divergence.served}, but the "
                 f"checkpoint {divergence.expected}, whose logit is {divergence.gap:.4g} higher "
-                f"(tolerance {tolerance:g})"
+                f"(tolerance {tolerance:g})",
+                Code.NOT_PROVED,
             )
 
 
@@ -341,11 +345,13 @@ def _verified_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, run
         raise UserError(
             f"{exported / EXPORT.metadata_file}: the export was not verified",
             "export the model again",
+            Code.NOT_PROVED,
         )
     if metadata.source != checkpoint.digest or read_config(exported) != checkpoint.model.config:
         raise UserError(
             f"{exported} was exported from another checkpoint than {model}",
             "export the model again, or give the checkpoint it came from",
+            Code.MISMATCH,
         )
     proven = max(metadata.proof.max_error, metadata.proof.tolerance)
     return proven if runtime == REFERENCE_RUNTIME else max(proven, metadata.proof.mean_limit)
@@ -366,7 +372,7 @@ def _prompts(data: Path | None) -> list[str]:
     read_data_metadata(data)
     path, hint = data / "heldout.txt", "give the output folder of `lathe prepare`"
     if not path.exists():
-        raise UserError(f"{path}: no such file", hint)
+        raise UserError(f"{path}: no such file", hint, Code.NOT_FOUND)
     lines = [line.strip() for line in read_text(path, hint).splitlines()]
     lines = [line for line in lines if len(line) >= PROMPT_CHARACTERS // 2]
     chosen = lines[:: max(1, len(lines) // N_PROMPTS)][:N_PROMPTS]

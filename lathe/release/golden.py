@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.release.rehearsal import ask, greedy
 from lathe_base.artifacts.kinds import read_json
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.inputs import first_mistake
 from lathe_serving.client import Client
 
@@ -53,6 +53,7 @@ class Golden(BaseModel):
             raise UserError(
                 f"{where}: broken: {first_mistake(error)}",
                 "remove it, and publish the release again",
+                Code.MALFORMED,
             ) from error
 
     def replay(self, client: Client) -> int:
@@ -69,7 +70,8 @@ class Golden(BaseModel):
             if tokens[: golden.clear] != clear:
                 raise StageError(
                     f"the release's answers differ from its checkpoint's: {golden.prompt!r} gives "
-                    f"{list(tokens)}, not {list(clear)} ..."
+                    f"{list(tokens)}, not {list(clear)} ...",
+                    Code.NOT_PROVED,
                 )
         log.info("golden prompts: %d of %d identical", identical, len(self.prompts))
         return identical
@@ -86,7 +88,9 @@ def make_golden(deployed: Path, evaluation: Path | None) -> Golden:
         UserError: a folder is of the wrong kind.
     """
     if not (deployed / REPORT).is_file():
-        raise UserError(f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`")
+        raise UserError(
+            f"{deployed}: no {REPORT}", "give the output folder of `lathe deploy`", Code.WRONG_KIND
+        )
     try:
         report = read_json(deployed / REPORT, "deploy the model again")
         golden = [
@@ -103,6 +107,7 @@ def make_golden(deployed: Path, evaluation: Path | None) -> Golden:
         raise UserError(
             f"{deployed}: no {REPORT} of a rehearsal ({type(error).__name__})",
             "give the output folder of `lathe deploy`, or deploy it again",
+            Code.WRONG_KIND,
         ) from error
 
 

@@ -23,7 +23,7 @@ from lathe.report.cards.audit import require_audited
 from lathe.report.cards.release import write_release_documents
 from lathe_base.artifacts.release import release_digests, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.keys import trusted_keys
 from lathe_base.provenance.policy import require
 from lathe_base.provenance.step import attest, materials, now
@@ -39,6 +39,9 @@ REPOSITORY = "repository"
 
 class LiveReleaseChanged(UserError):
     """The live release is not the one that the candidate was compared with."""
+
+    def __init__(self, what: str, hint: str) -> None:
+        super().__init__(what, hint, Code.CHANGED)
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
             raise UserError(
                 f"{releases.root}: no release was live before the current one",
                 "choose one from `lathe release list` with --to",
+                Code.NOT_FOUND,
             )
         to = previous[0].release
     release = releases.find(to)
@@ -135,6 +139,7 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
         raise UserError(
             f"{releases.address(release)} was never live: it may never have been tested",
             "publish it with `lathe release publish`, which tests it",
+            Code.NOT_PROVED,
         )
     if recipe.Production.require:
         with tempfile.TemporaryDirectory(prefix="lathe-release-") as scratch:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lathe.release.golden import Golden
 from lathe_base.artifacts.release import NAME, release_name
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.inputs import first_mistake
 from lathe_base.storage import (
     exists,
@@ -111,7 +111,8 @@ class Releases:
         if (actual := release_name(repository)) != release:
             raise StageError(
                 f"{self.address(release)} does not match the digest in its name ({actual[:SHORT]}):"
-                " remove it, and publish it again"
+                " remove it, and publish it again",
+                Code.CORRUPT,
             )
         return repository
 
@@ -138,6 +139,7 @@ class Releases:
             raise UserError(
                 f"{self.root}/{POINTER}: changed by another process",
                 "see `lathe release list`, and run it again",
+                Code.CHANGED,
             )
         replace_text(f"{self.root}/{POINTER}", pointer.model_dump_json(indent=1) + "\n", text)
 
@@ -152,6 +154,7 @@ class Releases:
             raise UserError(
                 f"{self.root}/{POINTER}: broken: {first_mistake(error)}",
                 "create it again with `lathe deploy`",
+                Code.MALFORMED,
             ) from error
 
     def published(self) -> list[str]:
@@ -169,8 +172,11 @@ class Releases:
         matches = [name for name in self.published() if name.startswith(wanted)]
         if len(matches) == 1:
             return matches[0]
-        what = f"means {len(matches)} releases" if matches else "does not match any release"
-        raise UserError(f"{digest}: {what} in {self.root}", "choose one from `lathe release list`")
+        what, code = "does not match any release", Code.NOT_FOUND
+        if matches:
+            what, code = f"means {len(matches)} releases", Code.AMBIGUOUS
+        hint = "choose one from `lathe release list`"
+        raise UserError(f"{digest}: {what} in {self.root}", hint, code)
 
     def _golden(self, release: str) -> str:
         return f"{self.root}/{release}.golden.json"
@@ -188,5 +194,6 @@ def open_releases(recipe: Recipe) -> Releases:
         raise UserError(
             f"Production.releases is {wrong}",
             "set -o Production.releases=s3://bucket/prefix, or file:///folder",
+            Code.INVALID_VALUE if root else Code.MISSING_OPTION,
         )
     return Releases(f"{root.rstrip('/')}/{recipe.Serving.model_name}")

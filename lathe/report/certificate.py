@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from pydantic import BaseModel
 
 from lathe_base.artifacts.kinds import PAGE, checked, read_json
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.pages.html import Picture, picture, render
 from lathe_base.pages.style import Theme, draw
 from lathe_base.storage import atomic_file, claim_output_file
@@ -76,7 +76,7 @@ def read_certificate(path: Path) -> Certificate:
         UserError: it is none.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such file", HINT)
+        raise UserError(f"{path}: no such file", HINT, Code.NOT_FOUND)
     return checked(read_json(path, HINT), Certificate, str(path), HINT)
 
 

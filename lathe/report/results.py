@@ -19,7 +19,7 @@ from rich.table import Table
 from lathe.evaluate.wording import outcome
 from lathe.report.summary import Row, summary_table
 from lathe_base import storage
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_launch.usage import PREFIX, Usage
 
 STEP = r"(?:^|/)(?P<step>[a-z][a-z0-9-]*?)(?:-\d+)?/(?:(?:[0-9a-f-]{36}|\d+)/)?"
@@ -148,7 +148,9 @@ def _json(name: str) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise UserError(f"{name}: not the output of a step", "run the pipeline again")
+        raise UserError(
+            f"{name}: not the output of a step", "run the pipeline again", Code.WRONG_KIND
+        )
     return values
 
 

@@ -14,7 +14,7 @@ from lathe.evaluate.evaluation_folder import STDERR, measured, read_metrics
 from lathe.evaluate.tasks import SLOTS
 from lathe.model.folder import WEIGHTS, CheckpointFolder, open_folder
 from lathe_base.artifacts.kinds import open_export
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 ONNX = "model.onnx"
 
@@ -196,7 +196,9 @@ def summarize(
         UserError: no candidates, or a folder that lacks its files.
     """
     if not candidates:
-        raise UserError("no models to report", "give at least one model folder")
+        raise UserError(
+            "no models to report", "give at least one model folder", Code.MISSING_OPTION
+        )
     return [_row(candidate, (latency or {}).get(candidate.name, {})) for candidate in candidates]
 
 
@@ -247,7 +249,9 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     scores = _scores(candidate.evaluation) if candidate.evaluation else {}
     file = candidate.exported / ONNX if candidate.exported else candidate.model / WEIGHTS
     if not file.is_file():
-        raise UserError(f"{file}: no such file", "give the folder written by the stage")
+        raise UserError(
+            f"{file}: no such file", "give the folder written by the stage", Code.NOT_FOUND
+        )
     config = candidate.checkpoint.config
     return Row(
         name=candidate.name,

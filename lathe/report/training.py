@@ -10,7 +10,7 @@ from lathe.report.figures import loss_curve
 from lathe.train.sample_answers import read_answers
 from lathe.train.trace import TRACE
 from lathe_base.artifacts.kinds import CHECKPOINT, read_json
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.pages.html import Picture, picture, render
 from lathe_base.storage import atomic_file
 
@@ -84,4 +84,4 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in lines if line.endswith("}\n")]
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON lines: {error}", HINT) from None
+        raise UserError(f"{path}: not JSON lines: {error}", HINT, Code.MALFORMED) from None

@@ -24,7 +24,7 @@ from lathe.train.result import FREE, Identity, begin, claimed
 from lathe_base.artifacts.kinds import EXPORT as EXPORTED
 from lathe_base.artifacts.kinds import read_as
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import atomic_file, digest, sha256
 
 log = logging.getLogger("lathe")
@@ -68,7 +68,9 @@ def compress(
     backends.of(recipes[1]).check_support("compress", recipes[1], has_gpu=False)
     dense = open_folder(model)
     if dense.config.quantization is not None:
-        raise UserError(f"{dense.path}: is quantized", "start from its dense parent")
+        raise UserError(
+            f"{dense.path}: is quantized", "start from its dense parent", Code.WRONG_KIND
+        )
     if cloze:
         check_cloze(cloze)  # before the work
     free = {group: what for group, what in FREE.items() if group not in JUDGED}

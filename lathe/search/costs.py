@@ -27,7 +27,7 @@ from lathe_base.artifacts.journal import Journal
 from lathe_base.artifacts.kinds import read_as
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import atomic_file
 
 HINT = "delete the file: the costs are then estimated again"
@@ -81,7 +81,7 @@ def read_costs(path: Path) -> Costs:
     """Read the file of `write_costs`."""
     costs = read_as(path, Costs, HINT)
     if "float" not in costs.formats:
-        raise UserError(f"{path}: formats lack the cost of float", HINT)
+        raise UserError(f"{path}: formats lack the cost of float", HINT, Code.INCOMPLETE)
     return costs
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 Target = Literal["latency", "prefill", "bytes", "parameters"]
 Budget = Literal["accuracy", "perplexity"]
@@ -39,12 +39,17 @@ def parse_goal(target: str, budget: str) -> Goal:
     of, share = assignment("--target", target, get_args(Target))
     kind, allowed = assignment("--budget", budget, get_args(Budget))
     if not 0 < share < 1:
-        raise UserError(f"--target {target}: not a share", f"give one below 1, e.g. {of}=0.4")
+        raise UserError(
+            f"--target {target}: not a share",
+            f"give one below 1, e.g. {of}=0.4",
+            Code.INVALID_VALUE,
+        )
     loss = -allowed / 100 if kind == "accuracy" else allowed
     if not 0 <= loss <= (1 if kind == "accuracy" else MAX_RELATIVE_INCREASE):
         raise UserError(
             f"--budget {budget}: {'asks for a gain' if loss < 0 else 'not a loss to bear'}",
             "write accuracy=-0.5 to lose half a point, perplexity=0.05 for 5 % more",
+            Code.INVALID_VALUE,
         )
     return Goal(of, share, kind, loss)  # type: ignore[arg-type]
 
@@ -62,5 +67,7 @@ def assignment(option: str, text: str, names: Sequence[str]) -> tuple[str, float
     except ValueError:
         pass
     raise UserError(
-        f"{option} {text}: not understood", f"write one of {', '.join(names)}, as {names[0]}=0.4"
+        f"{option} {text}: not understood",
+        f"write one of {', '.join(names)}, as {names[0]}=0.4",
+        Code.INVALID_VALUE,
     )

@@ -13,7 +13,7 @@ from lathe.search.result import PAGE, RESULT, SearchResult, Trial, conclude
 from lathe_base.artifacts.kinds import PAGE as HTML
 from lathe_base.artifacts.kinds import SEARCH
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import claim_output_file
 
 MEASURES: dict[Budget, str] = {"accuracy": "cloze accuracy", "perplexity": "perplexity"}
@@ -45,6 +45,7 @@ def choose(
         raise UserError(
             f"there are {', '.join(map(str, counts))} designs, models, evaluations and exports",
             "give the same number of each, at least one",
+            Code.MISMATCH,
         )
     for model in models:
         require_checkpoint(model)

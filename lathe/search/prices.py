@@ -32,7 +32,7 @@ from lathe.search.design import Design
 from lathe_base.artifacts.kinds import checked, read_json
 from lathe_base.config.settings import ExportSettings, QuantizationSettings, Recipe
 from lathe_base.config.settings.types import FORMATS, Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.progress import track
 from lathe_base.storage import atomic_file
 
@@ -119,7 +119,9 @@ def read_prices(path: Path) -> dict[str, Prices]:
     hint = "delete the file: the prices are then measured again"
     prices = checked(read_json(path, hint), dict[str, Prices], str(path), hint)
     if prices.keys() != METRIC_KEYS.keys():
-        raise UserError(f"{path}: lacks the prices of {', '.join(METRIC_KEYS)}", hint)
+        raise UserError(
+            f"{path}: lacks the prices of {', '.join(METRIC_KEYS)}", hint, Code.INCOMPLETE
+        )
     return prices
 
 

@@ -35,7 +35,7 @@ from lathe_base.artifacts.journal import Journal
 from lathe_base.artifacts.kinds import checked, open_export, read_json
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import Format
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import atomic_file
 
 log = logging.getLogger("lathe")
@@ -108,7 +108,11 @@ def propose(problem: "Problem", goal: Goal, trials: int, measure: Measure) -> li
         StageError: no design reaches the target.
     """
     if trials < 1:
-        raise UserError(f"trials: {trials}, so no design would be trained", "give at least 1")
+        raise UserError(
+            f"trials: {trials}, so no design would be trained",
+            "give at least 1",
+            Code.INVALID_VALUE,
+        )
     proposals: list[Proposal] = []
     scale = 1.0
     for trial in range(1 if goal.target in EXACT else trials):
@@ -119,7 +123,8 @@ def propose(problem: "Problem", goal: Goal, trials: int, measure: Measure) -> li
             raise StageError(
                 f"no design reaches {goal.target} {goal.at_most:g}: the smallest has a predicted "
                 f"{smallest:.3f}. Raise the target, or allow more formats "
-                "(Compress.Quantization.weight_bits=4, quantize_embedding=True)"
+                "(Compress.Quantization.weight_bits=4, quantize_embedding=True)",
+                Code.GATE,
             )
         if proposal is None:
             break

@@ -15,7 +15,7 @@ from lathe.model.architecture import HEAD
 from lathe.search.design import Design
 from lathe.search.goal import Goal
 from lathe_base.config.settings import GateSettings
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.pages.html import picture, render
 from lathe_base.pages.style import Theme, draw
 from lathe_base.storage import atomic_file
@@ -136,7 +136,8 @@ def require_met(result: SearchResult) -> Trial:
         f"no trial met {goal.target} {goal.at_most:g} within the budget; {nearest.name} has "
         f"{goal.target} {nearest.reached(goal):.3f}, budget: {PAST[nearest.verdict]}. Relax the "
         "target or the budget, evaluate on more text, finetune longer (Engine.max_steps), or allow "
-        "more trials (--trials)"
+        "more trials (--trials)",
+        Code.GATE,
     )
 
 

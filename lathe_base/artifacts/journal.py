@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import open_file, parse_json
 from lathe_base.storage import atomic_file
 
@@ -47,17 +47,18 @@ class Journal:
         header = parse_json(first, what, HINT)
         recorded = header.get("identity") if isinstance(header, dict) else None
         if not isinstance(recorded, dict):
-            raise UserError(what, HINT)
+            raise UserError(what, HINT, Code.MALFORMED)
         different = [k for k, v in identity.items() if recorded.get(k) != v]
         if different:
             raise UserError(
                 f"{path}: contains unfinished work with different {' and '.join(different)}",
                 "give another --output, or delete the file",
+                Code.STATE_MISMATCH,
             )
         for number, line in enumerate(lines, 2):
             name, finding = _finding(line, f"{path}:{number}")
             if name in self.found:
-                raise UserError(f"{path}:{number}: duplicate result {name!r}", HINT)
+                raise UserError(f"{path}:{number}: duplicate result {name!r}", HINT, Code.MALFORMED)
             self.found[name] = finding
         if len(whole) < len(text):
             os.truncate(path, len(whole))
@@ -81,7 +82,9 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
         if not isinstance(self.found[name], kind):
-            raise UserError(f"{self.path}: the result {name!r} is not a {kind.__name__}", HINT)
+            raise UserError(
+                f"{self.path}: the result {name!r} is not a {kind.__name__}", HINT, Code.MALFORMED
+            )
         return self.found[name]  # type: ignore[return-value]
 
     def close(self) -> None:
@@ -94,9 +97,11 @@ def _finding(line: bytes, where: str) -> tuple[str, object]:
     try:
         name, finding = entry["name"], entry["finding"]
     except (TypeError, KeyError, IndexError):
-        raise UserError(f"{where}: no result with a name", HINT) from None
+        raise UserError(f"{where}: no result with a name", HINT, Code.MALFORMED) from None
     if not isinstance(name, str) or not _is_numbers(finding):
-        raise UserError(f"{where}: not a result with a name and finite numbers", HINT)
+        raise UserError(
+            f"{where}: not a result with a name and finite numbers", HINT, Code.MALFORMED
+        )
     return name, finding
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from lathe_base.artifacts.metadata import ExportMetadata, Files, Metadata
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake, open_file, parse_json
 from lathe_base.storage.ownership import FileKind, Kind
 from lathe_base.storage.verified import require_intact
@@ -71,7 +71,7 @@ def read_metadata(path: Path, model: type[M], hint: str) -> M:
     try:
         metadata = model.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{path}: {first_mistake(error)}", hint) from None
+        raise UserError(f"{path}: {first_mistake(error)}", hint, Code.MALFORMED) from None
     metadata._raw = values
     return metadata
 
@@ -86,7 +86,7 @@ def checked(values: Any, kind: type[T], where: str, hint: str) -> T:
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        raise UserError(f"{where}: {first_mistake(error)}", hint) from None
+        raise UserError(f"{where}: {first_mistake(error)}", hint, Code.MALFORMED) from None
 
 
 def read_json(path: Path, hint: str, kind: type = dict, allow_nan: bool = False) -> Any:
@@ -99,10 +99,14 @@ def read_json(path: Path, hint: str, kind: type = dict, allow_nan: bool = False)
         with open_file(path) as file:
             data = file.read()
     except UserError as error:
-        raise UserError(error.what, hint) from None
+        raise UserError(error.what, hint, error.code) from None
     values = parse_json(data, str(path), hint, allow_nan)
     if not isinstance(values, kind):
-        raise UserError(f"{path}: contains a {type(values).__name__}, not a {kind.__name__}", hint)
+        raise UserError(
+            f"{path}: contains a {type(values).__name__}, not a {kind.__name__}",
+            hint,
+            Code.MALFORMED,
+        )
     return values
 
 
@@ -136,7 +140,9 @@ def open_export(folder: Path) -> ExportMetadata:
     hint = "export the model again"
     if not (folder / EXPORT.metadata_file).is_file():
         raise UserError(
-            f"{folder}: no {EXPORT.metadata_file}", "give the output folder of `lathe export`"
+            f"{folder}: no {EXPORT.metadata_file}",
+            "give the output folder of `lathe export`",
+            Code.WRONG_KIND,
         )
     metadata = read_metadata(folder / EXPORT.metadata_file, ExportMetadata, hint)
     require_intact(folder, {"model.onnx": metadata.sha256}, EXPORT.metadata_file, hint)

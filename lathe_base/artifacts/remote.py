@@ -10,7 +10,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 # Importing the store's client takes an eighth of a second, so only addresses import it.
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ def _is_address(text: str) -> bool:
 def _not_empty(text: str | Path) -> str:
     if not str(text):
         raise UserError(
-            "an empty path", "give a file, a folder or an address; the working directory is `.`"
+            "an empty path",
+            "give a file, a folder or an address; the working directory is `.`",
+            Code.BAD_PATH,
         )
     return str(text)
 
@@ -108,10 +110,14 @@ def _cache_path(uri: str) -> Path:
     cache = cache_folder()
     if cache is None:
         raise UserError(
-            "no home directory to download to", "set HOME or XDG_CACHE_HOME to a folder"
+            "no home directory to download to",
+            "set HOME or XDG_CACHE_HOME to a folder",
+            Code.MISSING_OPTION,
         )
     if not uri.isprintable():
-        raise UserError(f"{printable(uri)}: not an address", "write http://host:port/path")
+        raise UserError(
+            f"{printable(uri)}: not an address", "write http://host:port/path", Code.BAD_PATH
+        )
     path = re.split("[?#]", uri)[0].partition("://")[2].partition("/")[2]
     name = PurePosixPath(path).name or "download"
     return cache / digest(uri.rstrip("/"))[:16] / name

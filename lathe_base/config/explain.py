@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 PAGE = """# Settings
 
@@ -71,7 +71,7 @@ def explain(key: str, recipe: Recipe | None = None, name: str = "") -> str:
         hint = (
             f"did you mean {' or '.join(near)}?" if near else "`lathe recipe tiny` prints every key"
         )
-        raise UserError(f"unknown key {printable(key)}", hint)
+        raise UserError(f"unknown key {printable(key)}", hint, Code.UNKNOWN_KEY)
     blocks = []
     for group in inside:
         blocks.append(f"{group.key}\n{_indented(group.description)}")

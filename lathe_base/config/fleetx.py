@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lathe_base.config.fleetx_keys import KEYS, Ignored, Location, Moved, Only, Refused
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import MAX_INT32
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 NEVER = MAX_INT32
 """In place of -1: an update that no training reaches."""
@@ -61,9 +61,10 @@ def translate(values: Values, origins: Origins) -> list[IgnoredKey]:
             raise UserError(
                 f"{origin}: {key} is {printable(str(value), 60)}: {fate.otherwise}",
                 f"remove the key, or set it to {fate.accepted}",
+                Code.UNSUPPORTED,
             )
         elif isinstance(fate, Refused) and _pop(values, key) is not None:
-            raise UserError(f"{origin}: {key}: {fate.why}", "remove the key")
+            raise UserError(f"{origin}: {key}: {fate.why}", "remove the key", Code.UNSUPPORTED)
         elif isinstance(fate, Location) and _get(values, key) == "None":
             _pop(values, key)  # the text is Python's None there
     return ignored
@@ -138,7 +139,11 @@ def _translate_precision(values: Values, origins: Origins) -> None:
     for key, value in (("enable", enable), ("use_pure_fp16", pure)):
         if value is not None and not isinstance(value, bool):
             where = origins.get(f"{PRECISION}.{key}", PRECISION)
-            raise UserError(f"{where}: {PRECISION}.{key}: not a boolean", "write True or False")
+            raise UserError(
+                f"{where}: {PRECISION}.{key}: not a boolean",
+                "write True or False",
+                Code.INVALID_VALUE,
+            )
     if enable is not True:
         _pop(values, f"{PRECISION}.enable")
     if enable is False:
@@ -165,6 +170,7 @@ def _translate_optimizer(values: Values, origins: Origins, is_first_layout: bool
                 f"{where}: Optimizer.name is Adam, whose weight decay is part of the gradient: not "
                 "supported",
                 "use FusedAdamW, or AdamW, which also decays biases and norms",
+                Code.UNSUPPORTED,
             )
         _pop(values, "Optimizer.name")
         _put(values, "Optimizer.name", "FusedAdamW")

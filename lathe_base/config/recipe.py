@@ -23,7 +23,7 @@ from lathe_base.config.excerpt import EXCERPT, excerpt
 from lathe_base.config.references import check_references, place, resolve_references
 from lathe_base.config.settings import Recipe
 from lathe_base.config.text import MAX_RECIPE_BYTES, Mistake, parse, write
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, explain_os_error, printable
 
 log = logging.getLogger("lathe")
 
@@ -75,7 +75,9 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         return recipe
     known = set(_known_keys(Recipe))
     if not isinstance(keys, list) or not all(isinstance(k, str) and k in known for k in keys):
-        raise UserError(f"{shown}: {EXCERPT} is not a list of settings", "remove it")
+        raise UserError(
+            f"{shown}: {EXCERPT} is not a list of settings", "remove it", Code.MALFORMED
+        )
     return excerpt(recipe, keys)
 
 
@@ -100,7 +102,11 @@ def _read(name: str | Path) -> tuple[_Layer, str]:
     if "\n" in str(name) and not os.path.isfile(name):
         layer = _read_text(str(name).encode(), "the recipe's text")
         if "_base_" in layer.values:
-            raise UserError("the recipe's text has a _base_", "merge it with its bases first")
+            raise UserError(
+                "the recipe's text has a _base_",
+                "merge it with its bases first",
+                Code.INVALID_VALUE,
+            )
         return layer.over(_Layer({}, {}, [])), "the recipe's text"
     path = _find(name)
     return _read_file(path, path.parent, ()), _shown(path)
@@ -124,6 +130,7 @@ def _find(name: str | Path) -> Path:
     raise UserError(
         f"no recipe '{printable(file_name)}'{wrong}",
         f"{hint}give a YAML file, or one of {', '.join(shipped_recipes())}",
+        Code.NOT_FOUND,
     )
 
 
@@ -139,7 +146,7 @@ def _real(path: str) -> Path:
         return real
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a valid file name"
-        raise UserError(f"{printable(path)}: {reason}", "give a YAML file") from None
+        raise UserError(f"{printable(path)}: {reason}", "give a YAML file", Code.BAD_PATH) from None
 
 
 def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
@@ -151,13 +158,17 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
     """
     if path in chain:
         circle = " -> ".join(_shown(p) for p in (*chain, path))
-        raise UserError(f"circular _base_: {circle}", "remove one of these _base_ lines")
+        raise UserError(
+            f"circular _base_: {circle}", "remove one of these _base_ lines", Code.CIRCULAR
+        )
     try:
         with path.open("rb") as opened:
             content = opened.read(MAX_RECIPE_BYTES + 1)
     except OSError as error:
         raise UserError(
-            f"{_shown(path)}: {error.strerror}", "give a file that can be read"
+            f"{_shown(path)}: {error.strerror}",
+            "give a file that can be read",
+            explain_os_error(error, path).code,
         ) from None
     layer = _read_text(content, _shown(path))
     base = layer.values.pop("_base_", None)
@@ -171,11 +182,15 @@ def _read_text(content: bytes, file: str) -> _Layer:
         values, lines = parse(content)
     except Mistake as mistake:
         at = f" at line {mistake.line}" if mistake.line else ""
-        raise UserError(f"{file}: not YAML{at}: {mistake.reason}", "fix the YAML") from None
+        raise UserError(
+            f"{file}: not YAML{at}: {mistake.reason}", "fix the YAML", Code.MALFORMED
+        ) from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise UserError(f"{file}: not a mapping of groups", "write Group: {key: value}")
+        raise UserError(
+            f"{file}: not a mapping of groups", "write Group: {key: value}", Code.MALFORMED
+        )
     origins = {key: f"{file}:{line}" for key, line in lines.items()}
     return _layer(values, origins, file)
 
@@ -183,30 +198,33 @@ def _read_text(content: bytes, file: str) -> _Layer:
 def _find_base(base: Any, path: Path, root: Path) -> Path:
     file, hint = _shown(path), "give a path relative to the file that names it"
     if not isinstance(base, str) or not base:
-        raise UserError(f"{file}: _base_ is not a file name", hint)
+        raise UserError(f"{file}: _base_ is not a file name", hint, Code.INVALID_VALUE)
     base_path = _real(str(path.parent / base))
     if base_path.parent != SHIPPED and not base_path.is_relative_to(root):
         raise UserError(
             f"{file}: _base_ {printable(base)} is not below {root}",
             "copy it beside the recipe, or name a built-in recipe",
+            Code.UNSAFE,
         )
     if base_path.is_file():
         return base_path
     if base in shipped_recipes():
         return SHIPPED / f"{base}.yaml"
     wrong = "is not a regular file" if base_path.exists() else "does not exist"
-    raise UserError(f"{file}: _base_ is {_shown(base_path)}, which {wrong}", hint)
+    raise UserError(f"{file}: _base_ is {_shown(base_path)}, which {wrong}", hint, Code.NOT_FOUND)
 
 
 def _read_override(override: str) -> _Layer:
     key, equals, text = override.partition("=")
     source = f"-o {printable(override)}"
     if not equals or not re.fullmatch(r"\w+(\.\w+){0,8}", key):
-        raise UserError(f"{source}: not of the form Group.key=value", FORM)
+        raise UserError(f"{source}: not of the form Group.key=value", FORM, Code.MALFORMED)
     try:
         value, lines = parse(text.encode(errors="surrogatepass"))
     except Mistake as mistake:
-        raise UserError(f"{source}: the value is not YAML: {mistake.reason}", FORM) from None
+        raise UserError(
+            f"{source}: the value is not YAML: {mistake.reason}", FORM, Code.MALFORMED
+        ) from None
     parts = key.split(".")
     origins = {".".join(parts[: n + 1]): source for n in range(len(parts))}
     origins |= {f"{key}.{inner}": source for inner in lines}
@@ -241,11 +259,11 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) ->
     if errors[0]["type"] == "extra_forbidden" and dotted in _known_keys(Recipe):
         inner = ".".join(str(part) for part in errors[0]["loc"])
         hint = f"`lathe recipe --explain {dotted}` lists the known keys"
-        return UserError(f"{origin}: unknown key {printable(inner)}", hint)
+        return UserError(f"{origin}: unknown key {printable(inner)}", hint, Code.UNKNOWN_KEY)
     if errors[0]["type"] == "extra_forbidden":
         near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"
-        return UserError(f"{origin}: unknown key {printable(dotted)}", hint)
+        return UserError(f"{origin}: unknown key {printable(dotted)}", hint, Code.UNKNOWN_KEY)
     same = [e for e in errors if _setting(e["loc"]) == dotted]
     reasons = " or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same))
     is_group = errors[0]["type"] == "model_type" or isinstance(errors[0]["input"], dict)
@@ -253,7 +271,11 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) ->
         seen = "" if is_group else f" (found {printable(repr(errors[0]['input']), 60)})"
     except ValueError:  # a number of thousands of digits has no repr
         seen = " (found a number that is too large)"
-    return UserError(f"{origin}: {printable(dotted)}: {reasons}{seen}", "give a value that fits")
+    return UserError(
+        f"{origin}: {printable(dotted)}: {reasons}{seen}",
+        "give a value that fits",
+        Code.INVALID_VALUE,
+    )
 
 
 def _setting(location: Sequence[str | int]) -> str:

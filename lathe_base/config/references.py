@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lathe_base.config.text import MAX_VALUES
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 MAX_CHARACTERS = 4096  # of a text with a reference, and of what it becomes
 MAX_STEPS = 16  # from a reference to a value
@@ -38,6 +38,7 @@ def check_references(values: Mapping[str, Any], origins: Mapping[str, str], sour
             raise UserError(
                 f"{where}: a text of more than {MAX_CHARACTERS} characters with ${{...}}",
                 "write the value itself",
+                Code.TOO_LARGE,
             )
         for match in _REFERENCE.finditer(text):
             if match[3] is None and len(match[1]) % 2 == 0:
@@ -49,10 +50,12 @@ def _unreadable(text: str, where: str) -> UserError:
         return UserError(
             f"{where}: resolvers such as ${{{printable(resolver[1])}:...}} are not supported",
             "write the value itself; ${Group.key} refers to another key of the recipe",
+            Code.UNSUPPORTED,
         )
     return UserError(
         f"{where}: malformed ${{...}}",
         "write ${Group.key} for the value of another key, or \\${ for a literal ${",
+        Code.MALFORMED,
     )
 
 
@@ -82,7 +85,9 @@ class _References:
     def resolved(self, value: Any, path: Path, chain: tuple[Path, ...]) -> Any:
         self.spent += 1
         if self.spent > MAX_VALUES:
-            raise self._mistake(chain, f"its references expand to more than {MAX_VALUES} values")
+            raise self._mistake(
+                chain, f"its references expand to more than {MAX_VALUES} values", Code.TOO_LARGE
+            )
         if isinstance(value, dict):
             return {key: self.resolved(inner, (*path, key), chain) for key, inner in value.items()}
         if isinstance(value, list):
@@ -95,9 +100,13 @@ class _References:
         itself."""
         chain = (*chain, path)
         if path in chain[:-1]:
-            raise self._mistake(chain, f"circular reference: {' -> '.join(map('.'.join, chain))}")
+            raise self._mistake(
+                chain, f"circular reference: {' -> '.join(map('.'.join, chain))}", Code.CIRCULAR
+            )
         if len(chain) > MAX_STEPS:
-            raise self._mistake(chain, f"its references take more than {MAX_STEPS} steps")
+            raise self._mistake(
+                chain, f"its references take more than {MAX_STEPS} steps", Code.TOO_LARGE
+            )
 
         def look_up(match: re.Match[str]) -> Any:
             dots, key = len(match[2]), tuple(re.findall(r"[\w-]+", match[3]))
@@ -114,7 +123,9 @@ class _References:
         text = _REFERENCE.sub(substitute, value)
         if len(text) > MAX_CHARACTERS:
             raise self._mistake(
-                chain, f"its references expand to more than {MAX_CHARACTERS} characters"
+                chain,
+                f"its references expand to more than {MAX_CHARACTERS} characters",
+                Code.TOO_LARGE,
             )
         return text
 
@@ -127,15 +138,16 @@ class _References:
                 node = node[int(part)] if isinstance(node, list) else node[part]
             except (KeyError, IndexError, ValueError, TypeError):
                 raise self._mistake(
-                    chain, f"unknown key {printable('.'.join(path))} in ${{...}}"
+                    chain, f"unknown key {printable('.'.join(path))} in ${{...}}", Code.UNKNOWN_KEY
                 ) from None
         return self.resolved(node, path, chain)
 
-    def _mistake(self, chain: tuple[Path, ...], what: str) -> UserError:
+    def _mistake(self, chain: tuple[Path, ...], what: str, code: Code) -> UserError:
         first = chain[0] if chain else ()
         return UserError(
             f"{place(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
             "fix the ${...}: it must name another key of the recipe",
+            code,
         )
 
 

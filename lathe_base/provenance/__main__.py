@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lathe_base.artifacts.release import NAME, release_name
 from lathe_base.console import end_cleanly_on_sigterm, print_any_text
-from lathe_base.errors import EXPECTED_ERRORS, StageError, coded, explain
+from lathe_base.errors import EXPECTED_ERRORS, Code, StageError, coded, explain
 from lathe_base.provenance.keys import TRUSTED, trusted_keys
 from lathe_base.provenance.policy import require
 from lathe_base.storage import fetch
@@ -64,7 +64,9 @@ def admit(uri: str, folder: Path) -> Path:
         waiting = fetch(uri, folder.with_name(f".{folder.name}.unchecked"))
     name = uri.rstrip("/").rpartition("/")[2]
     if NAME.fullmatch(name) and (actual := release_name(waiting)) != name:
-        raise StageError(f"{uri} does not match the digest in its name: it has {actual}")
+        raise StageError(
+            f"{uri} does not match the digest in its name: it has {actual}", Code.CORRUPT
+        )
     wanted = [part.strip() for part in os.environ.get(REQUIRE, "").split(",") if part.strip()]
     require(waiting, wanted, trusted_keys())
     return waiting.rename(folder)

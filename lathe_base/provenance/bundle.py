@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import parse_json, read_text
 from lathe_base.provenance.envelope import AGAIN, Attestation
 from lathe_base.provenance.keys import load_signer
@@ -26,7 +26,7 @@ def read(place: Path) -> list[Attestation]:
     if place.is_file():
         embedded = _values(place).get(EMBEDDED, [])
         if not isinstance(embedded, list):
-            raise UserError(f"{place}: {EMBEDDED} is not a list", AGAIN)
+            raise UserError(f"{place}: {EMBEDDED} is not a list", AGAIN, Code.MALFORMED)
         return _all([json.dumps(line) for line in embedded], f"{place}: {EMBEDDED}")
     path = place / ATTESTATIONS
     if not path.is_file():
@@ -71,7 +71,7 @@ def content(path: Path) -> bytes:
 def _values(path: Path) -> dict[str, Any]:
     values = parse_json(path.read_bytes(), str(path), AGAIN)
     if not isinstance(values, dict):
-        raise UserError(f"{path}: not a JSON object", AGAIN)
+        raise UserError(f"{path}: not a JSON object", AGAIN, Code.MALFORMED)
     return values
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance import bundle
 from lathe_base.provenance.envelope import Attestation
 from lathe_base.provenance.keys import load_verifier
@@ -69,21 +69,23 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
     attestations = bundle.read(folder)
     if not attestations:
         where = f"no `{bundle.EMBEDDED}` in it" if folder.is_file() else f"no {ATTESTATIONS}"
-        raise UserError(f"{folder}: no attestations: {where}", HINT)
+        raise UserError(f"{folder}: no attestations: {where}", HINT, Code.UNTRUSTED)
     verifiers = [load_verifier(key) for key in keys]
     for attestation in attestations:
         if not is_vouched_for and not attestation.is_signed_by(verifiers):
             how = "not with a trusted key" if attestation.is_signed else "not signed"
-            raise UserError(f"{attestation.where}: {how}", HINT)
+            raise UserError(f"{attestation.where}: {how}", HINT, Code.UNTRUSTED)
     own = attestations[0]
     for name, expected in own.statement.products.items():
         path = folder if folder.is_file() else folder / name
         if not path.is_file():
-            raise UserError(f"{folder}: {name} is missing", HINT)
+            raise UserError(f"{folder}: {name} is missing", HINT, Code.INCOMPLETE)
         actual = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
         if actual != expected:
             raise UserError(
-                f"{folder}: {name} differs from what `{own.statement.step}` attested", HINT
+                f"{folder}: {name} differs from what `{own.statement.step}` attested",
+                HINT,
+                Code.CORRUPT,
             )
     return _Chain(attestations).step(own, ())
 
@@ -121,7 +123,7 @@ class _Chain:
     def step(self, attestation: Attestation, behind: tuple[str, ...]) -> Step:
         identity = attestation.identity
         if identity in behind:
-            raise UserError(f"{attestation.where}: attests its own input", HINT)
+            raise UserError(f"{attestation.where}: attests its own input", HINT, Code.UNTRUSTED)
         if identity not in self.steps:
             statement = attestation.statement
             made_by = []
@@ -133,6 +135,7 @@ class _Chain:
                         f"`{statement.step}` ({(material.sha256 or 'no digest')[:SHORT]}) has no "
                         "attestation",
                         HINT,
+                        Code.UNTRUSTED,
                     )
                 made_by.append((material, self.step(maker, (*behind, identity)) if maker else None))
             self.steps[identity] = Step(statement, tuple(made_by))

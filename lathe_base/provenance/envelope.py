@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake
 from lathe_base.provenance.statement import Statement
 from lathe_base.storage import digest
@@ -42,9 +42,13 @@ class Attestation:
         try:
             parsed = Envelope.from_dict(json.loads(self.line))
         except (ValueError, KeyError, TypeError, AttributeError, FormatError) as error:
-            raise UserError(f"{self.where}: not a DSSE envelope ({error})", AGAIN) from None
+            raise UserError(
+                f"{self.where}: not a DSSE envelope ({error})", AGAIN, Code.MALFORMED
+            ) from None
         if parsed.payload_type != PAYLOAD_TYPE:
-            raise UserError(f"{self.where}: {parsed.payload_type}, not {PAYLOAD_TYPE}", AGAIN)
+            raise UserError(
+                f"{self.where}: {parsed.payload_type}, not {PAYLOAD_TYPE}", AGAIN, Code.WRONG_KIND
+            )
         return parsed
 
     @cached_property
@@ -63,7 +67,9 @@ class Attestation:
             what = first_mistake(error)
         except (ValueError, json_format.ParseError) as error:
             what = str(error)
-        raise UserError(f"{self.where}: not a statement of a Lathe step ({what})", AGAIN)
+        raise UserError(
+            f"{self.where}: not a statement of a Lathe step ({what})", AGAIN, Code.WRONG_KIND
+        )
 
     @property
     def is_signed(self) -> bool:

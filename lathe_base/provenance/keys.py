@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def generate(private: Path) -> Path:
     public = public_path(private)
     for path in (private, public):
         if path.exists():
-            raise UserError(f"{path}: exists", "give another name, or move it away")
+            raise UserError(f"{path}: exists", "give another name, or move it away", Code.EXISTS)
     key = ec.generate_private_key(ec.SECP256R1())
     private.parent.mkdir(parents=True, exist_ok=True)
     secret = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
@@ -107,9 +107,13 @@ def load_private(path: Path) -> "EllipticCurvePrivateKey":
     except (ValueError, TypeError) as error:
         encrypted = "encrypted" in str(error).lower() or "password" in str(error).lower()
         hint = f"set {PASSWORD}" if encrypted else f"give a private key in PEM; {HOW}"
-        raise UserError(f"{path}: not a usable private key: {error}", hint) from None
+        raise UserError(
+            f"{path}: not a usable private key: {error}", hint, Code.INVALID_VALUE
+        ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in CURVES:
-        raise UserError(f"{path}: not an elliptic-curve key of {', '.join(CURVES)}", HOW)
+        raise UserError(
+            f"{path}: not an elliptic-curve key of {', '.join(CURVES)}", HOW, Code.UNSUPPORTED
+        )
     return key
 
 
@@ -134,7 +138,11 @@ def load_verifier(public: Path) -> "SSlibKey":
             else load_pem_public_key(text)
         )
     except ValueError:
-        raise UserError(f"{public}: not a public key or certificate in PEM", hint) from None
+        raise UserError(
+            f"{public}: not a public key or certificate in PEM", hint, Code.INVALID_VALUE
+        ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in CURVES:
-        raise UserError(f"{public}: not an elliptic-curve key of {', '.join(CURVES)}", HOW)
+        raise UserError(
+            f"{public}: not an elliptic-curve key of {', '.join(CURVES)}", HOW, Code.UNSUPPORTED
+        )
     return SSlibKey.from_crypto(key)

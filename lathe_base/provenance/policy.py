@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.provenance.chain import Step, verify_chain
 from lathe_base.provenance.signature import Trust, verify
 
@@ -33,29 +33,31 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
     proofs = [name for name in wanted if name == "proof" or name.startswith(OF_FORMAT)]
     if unknown := set(wanted) - {*REQUIREMENTS, *proofs}:
         raise UserError(
-            f"Production.require: {min(unknown)}: not one of {', '.join(REQUIREMENTS)}", "leave it"
+            f"Production.require: {min(unknown)}: not one of {', '.join(REQUIREMENTS)}",
+            "leave it",
+            Code.UNKNOWN_NAME,
         )
     if not keys:
         raise UserError(
             f"Production.require is {', '.join(wanted)}, but no keys are set",
             "set Production.keys to the public keys that you trust or, on a cluster, put them into "
             "the ConfigMap lathe-verification-keys",
+            Code.MISSING_OPTION,
         )
     if "signature" in wanted:
         _attempt("signature", lambda: verify(folder, Trust(tuple(keys))))
     if set(wanted) - {"signature"}:
         chain = _attempt("chain", lambda: verify_chain(folder, keys))
         if (served := served_export(chain)) is None:
-            raise _refused(
-                "chain", f"{folder}: no attestation of the `lathe export` that wrote its graph"
-            )
+            what = f"{folder}: no attestation of the `lathe export` that wrote its graph"
+            raise _refused("chain", what, Code.UNTRUSTED)
         if "gate" in wanted and (reason := _gate(chain)):
-            raise _refused("gate", f"{folder}: {reason}")
+            raise _refused("gate", f"{folder}: {reason}", Code.GATE)
         for name in proofs:
             # The export itself is verified, or one of its formats.
             if not served.statement.result(name):
                 what = name.removeprefix(OF_FORMAT) if name.startswith(OF_FORMAT) else "export"
-                raise _refused(name, f"{folder}: the {what} was not verified")
+                raise _refused(name, f"{folder}: the {what} was not verified", Code.NOT_PROVED)
 
 
 def _gate(chain: Step) -> str | None:
@@ -104,8 +106,8 @@ def _attempt(name: str, check: Callable[[], T]) -> T:
     try:
         return check()
     except UserError as error:
-        raise _refused(name, error.what) from None
+        raise _refused(name, error.what, error.code) from None
 
 
-def _refused(name: str, why: str) -> StageError:
-    return StageError(f"rejected by Production.require ({name}): {why}")
+def _refused(name: str, why: str, code: Code) -> StageError:
+    return StageError(f"rejected by Production.require ({name}): {why}", code)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.keys import load_private, load_verifier, password
 from lathe_base.storage import atomic_file, sha256
 from lathe_base.storage.attested import SIGNATURE
@@ -92,6 +92,7 @@ class Trust:
             raise UserError(
                 "no trusted keys are given",
                 "give --key PUBLIC.pub, --root ROOT.pem, or both --identity and --issuer",
+                Code.MISSING_OPTION,
             )
         return verifiers
 
@@ -106,7 +107,7 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
         UserError: no such folder, or an unusable key.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder", "give a model folder")
+        raise UserError(f"{folder}: no such folder", "give a model folder", Code.NOT_FOUND)
     hashing = _hashing([SIGNATURE, MARKER, *ignored])
     with atomic_file(folder / SIGNATURE) as work:  # it appears after the files have been read
         try:
@@ -117,7 +118,9 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
             if signer.key and not signer.certificate:
                 raise
             raise UserError(
-                f"{folder}: cannot be signed: {_first_line(error)}", signer.hint
+                f"{folder}: cannot be signed: {_first_line(error)}",
+                signer.hint,
+                Code.INVALID_VALUE if signer.certificate else Code.UNAUTHORIZED,
             ) from error
     return folder / SIGNATURE
 
@@ -131,9 +134,13 @@ def verify(folder: Path, trust: Trust) -> int:
     """
     path = folder / SIGNATURE
     if not folder.exists():
-        raise UserError(f"{folder}: no such folder", "give the output of a Lathe step")
+        raise UserError(
+            f"{folder}: no such folder", "give the output of a Lathe step", Code.NOT_FOUND
+        )
     if not path.is_file():
-        raise UserError(f"{folder}: not signed: no {SIGNATURE}", "sign it with `lathe sign`")
+        raise UserError(
+            f"{folder}: not signed: no {SIGNATURE}", "sign it with `lathe sign`", Code.UNTRUSTED
+        )
     failures = []
     for config in trust.configs():
         try:
@@ -142,7 +149,8 @@ def verify(folder: Path, trust: Trust) -> int:
         except Exception as error:  # the library raises whatever its parsers and OpenSSL raise
             failures.append(error)
     failures.sort(key=lambda error: not str(error).startswith(MISMATCH))
-    raise UserError(f"{folder}: {_reason(folder, path, failures[0])}", HINT)
+    why, code = _reason(folder, path, failures[0])
+    raise UserError(f"{folder}: {why}", HINT, code)
 
 
 def _hashing(ignored: Collection[str]) -> "hashing.Config":
@@ -151,17 +159,18 @@ def _hashing(ignored: Collection[str]) -> "hashing.Config":
     return hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
 
 
-def _reason(folder: Path, signature: Path, error: Exception) -> str:
+def _reason(folder: Path, signature: Path, error: Exception) -> tuple[str, Code]:
     """Why verification failed: the changed files, if the signature itself is valid."""
     if str(error).startswith(MISMATCH):
         wrong = list(_differences(folder, signature))
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        return f"changed since it was signed: {', '.join(wrong[:SHOWN])}{more}"
+        return f"changed since it was signed: {', '.join(wrong[:SHOWN])}{more}", Code.CORRUPT
     try:
         _resources(signature)
     except (ValueError, KeyError, TypeError):
-        return f"{SIGNATURE} is corrupt"
-    return f"{SIGNATURE} is not by a trusted signer, or is corrupt ({_first_line(error)})"
+        return f"{SIGNATURE} is corrupt", Code.MALFORMED
+    what = f"{SIGNATURE} is not by a trusted signer, or is corrupt ({_first_line(error)})"
+    return what, Code.UNTRUSTED
 
 
 def _first_line(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Container
 from pathlib import Path
 
-from lathe_base.errors import UserError, explain_os_error, printable
+from lathe_base.errors import Code, UserError, explain_os_error, printable
 from lathe_base.storage.download import fetch_stored, sizes_below
 from lathe_base.storage.failures import explained
 from lathe_base.storage.files import atomic_file, digest, sha256
@@ -88,7 +88,7 @@ def fetch(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
             raise explain_os_error(error, path) from None
         if not is_local:
             what = printable(uri) if uri else "an empty address"
-            raise UserError(f"{what}: no such file or folder", "check the path")
+            raise UserError(f"{what}: no such file or folder", "check the path", Code.NOT_FOUND)
         return path
     with explained(uri, folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import explained
 from lathe_base.storage.files import digest, files_below
 from lathe_base.storage.http import validator
@@ -34,7 +34,7 @@ def content_id(location: str) -> str:
             stat = None if key.endswith("/") else store.stat(key)
             objects = {"": stat} if stat else store.list_below(key.removesuffix("/") + "/")
         if not objects:
-            raise UserError(f"{location}: not found", "check the address")
+            raise UserError(f"{location}: not found", "check the address", Code.NOT_FOUND)
         tags = {n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()}
         return f"etag {_digest_names(tags)}"
     if uri_scheme(location) in ("http", "https"):
@@ -45,7 +45,7 @@ def content_id(location: str) -> str:
     if path.is_file():
         return f"sha256 {known_sha256(path)}"
     if not path.is_dir():
-        raise UserError(f"{location}: no such file or folder", "check the path")
+        raise UserError(f"{location}: no such file or folder", "check the path", Code.NOT_FOUND)
     files = {n: known_sha256(p) for n, p in files_below(path) if p.is_file() and not _is_hidden(n)}
     return f"sha256 {_digest_names(files)}"
 

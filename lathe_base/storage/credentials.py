@@ -15,7 +15,7 @@ from minio.credentials.providers import (
     StaticProvider,
 )
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.network import pool
 
 SECRET_DIR = "LATHE_S3_SECRET_DIR"
@@ -47,7 +47,11 @@ def provider(is_amazon: bool) -> Provider | None:
         access, secret, token = ((os.environ.get(name) or "").strip() for name in NAMES)
         if not access or not secret:
             name = KEYS[1] if access else KEYS[0]
-            raise UserError(f"{name} is not set, but the other key is", "set both, or neither")
+            raise UserError(
+                f"{name} is not set, but the other key is",
+                "set both, or neither",
+                Code.MISSING_OPTION,
+            )
         inner = StaticProvider(access, secret, token or None)
     elif source == PROFILE:
         inner = AWSConfigProvider()
@@ -106,6 +110,7 @@ class MountedSecret(Provider):
             raise UserError(
                 f"{SECRET_DIR}={self._folder}: accesskey and secretkey: {reason}",
                 "mount the secret there, or unset the variable",
+                Code.UNAUTHORIZED,
             ) from None
 
 
@@ -125,6 +130,7 @@ class Printable(Provider):
                     f"{where.get(self._source, name)}: the {name} contains a line break, a space "
                     "or another character that keys do not have",
                     "copy it again, as one line",
+                    Code.UNAUTHORIZED,
                 )
         return keys
 
@@ -145,6 +151,7 @@ class Temporary(Provider):
                 f"check {ROLE}, the file and the role's trust policy"
                 if self._variable == IDENTITY
                 else "check the service that this variable names",
+                Code.UNAUTHORIZED,
             ) from error
 
 
@@ -185,6 +192,7 @@ def _has_profile() -> bool:
         raise UserError(
             f"{_file()}: not a credentials file: {str(error).splitlines()[0]}",
             f"fix it, or set {FILE} to another file",
+            Code.MALFORMED,
         ) from None
     if parser.get(_profile(), "aws_access_key_id", fallback=None):
         return True
@@ -192,5 +200,6 @@ def _has_profile() -> bool:
         raise UserError(
             f"{PROFILE}={_profile()}: {_file()} has no keys for that profile",
             f"add aws_access_key_id and aws_secret_access_key to it, or unset {PROFILE}",
+            Code.UNAUTHORIZED,
         )
     return False

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import Damaged, explained, retried
 from lathe_base.storage.files import atomic_file, digest, sha256
 from lathe_base.storage.manifest import MARKER, RESERVED_NAMES, STAGE, from_json, require_relative
@@ -111,6 +111,7 @@ def get_file(
         raise UserError(
             f"{store.address(stored.key)}: corrupt: its SHA-256 differs from the one in {MARKER}",
             "upload the folder again",
+            Code.CORRUPT,
         )
     # The ETag of several parts depends on their size: only that of our own uploads is known.
     of_our_parts = stored.part_bytes == str(step)
@@ -194,10 +195,12 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
     below = store.list_below(prefix)
     if not below:
         what = "no objects below it" if uri.endswith("/") else "not found (NoSuchKey)"
-        raise UserError(f"{uri}: {what}", "check the bucket and the prefix")
+        raise UserError(f"{uri}: {what}", "check the bucket and the prefix", Code.NOT_FOUND)
     if is_unfinished(below):
         raise UserError(
-            f"{uri}: an upload to it is unfinished", "wait for it, or run the upload again"
+            f"{uri}: an upload to it is unfinished",
+            "wait for it, or run the upload again",
+            Code.INCOMPLETE,
         )
     if MARKER not in below:
         return [
@@ -213,6 +216,7 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
             raise UserError(
                 f"{uri}: corrupt: {name} is {actual}, but {MARKER} says {entry.size} bytes",
                 "upload the folder again",
+                Code.CORRUPT,
             )
     return [FileToFetch(name, below[name], entry.sha256) for name, entry in files.items()]
 
@@ -228,6 +232,7 @@ def _fetch(store: ObjectStore, uri: str, wanted: list[FileToFetch], folder: Path
             raise UserError(
                 f"{uri}: needs {needed / 1e9:.3g} GB, and {folder} has {free / 1e9:.3g} GB free",
                 "free some space, or give a folder on a larger disk",
+                Code.NO_SPACE,
             )
         with progress(f"fetch {uri}", sum(w.stored.size for w in missing)) as p:
 

@@ -18,7 +18,7 @@ import urllib3
 from tenacity import RetryCallState, retry, retry_if_exception, wait_exponential_jitter
 from urllib3.exceptions import NewConnectionError
 
-from lathe_base.errors import Unavailable, UserError, explain_os_error, printable
+from lathe_base.errors import Code, StageError, Unavailable, UserError, explain_os_error, printable
 from lathe_base.storage.network import PATIENCE, VARIABLE, network_patience
 from lathe_base.storage.stores import is_store
 
@@ -41,15 +41,33 @@ REFUSED = {"401", "403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNot
 HIDING = {"403", "AccessDenied"}
 HIDDEN = "or it does not exist: keys that may not list the bucket (s3:ListBucket) are not told that"
 HINTS = {
-    "AuthorizationHeaderMalformed": "set AWS_REGION to the region in the store's answer",
-    "ExpiredToken": "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
-    "InvalidToken": "AWS_SESSION_TOKEN does not belong to these keys: set all three, or unset it",
-    "RequestTimeTooSkewed": "set this machine's clock, which differs from the store's",
-    "TemporaryRedirect": "set AWS_ENDPOINT_URL and AWS_REGION to those of the bucket; the "
-    "address of a new bucket may take some hours to work everywhere",
-    "PermanentRedirect": "set AWS_ENDPOINT_URL to the address of the bucket's own region",
+    "AuthorizationHeaderMalformed": (
+        Code.INVALID_VALUE,
+        "set AWS_REGION to the region in the store's answer",
+    ),
+    "ExpiredToken": (
+        Code.UNAUTHORIZED,
+        "get new keys: AWS_SESSION_TOKEN and the keys that came with it have expired",
+    ),
+    "InvalidToken": (
+        Code.UNAUTHORIZED,
+        "AWS_SESSION_TOKEN does not belong to these keys: set all three, or unset it",
+    ),
+    "RequestTimeTooSkewed": (
+        Code.UNAUTHORIZED,
+        "set this machine's clock, which differs from the store's",
+    ),
+    "TemporaryRedirect": (
+        Code.BAD_PATH,
+        "set AWS_ENDPOINT_URL and AWS_REGION to those of the bucket; the address of a new bucket "
+        "may take some hours to work everywhere",
+    ),
+    "PermanentRedirect": (
+        Code.BAD_PATH,
+        "set AWS_ENDPOINT_URL to the address of the bucket's own region",
+    ),
 }
-"""Hints for S3 error codes with a single fix."""
+"""Codes and hints for S3 error codes with a single fix."""
 CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NETWORK_ERRORS = (urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)
@@ -198,15 +216,18 @@ def explained(uri: str, disk: Path | None = None) -> Iterator[None]:
             raise UserError(
                 f"{where}: the disk is full",
                 "free some space and run it again: it will resume",
+                Code.NO_SPACE,
             ) from error
         told = explain_os_error(error, disk)
         if isinstance(told, UserError):
-            raise UserError(f"{shown(uri)}: {told.what}", told.hint) from error
-        raise type(told)(f"{shown(uri)}: {told}") from error
+            raise UserError(f"{shown(uri)}: {told.what}", told.hint, told.code) from error
+        raise StageError(f"{shown(uri)}: {told}", told.code) from error
     except (ValueError, ElementTree.ParseError) as error:
         # From the minio client: a bad bucket name, one key without the other, an answer not in XML.
         raise UserError(
-            f"{shown(uri)}: {_one_line(error)}", "check the address and the AWS variables"
+            f"{shown(uri)}: {_one_line(error)}",
+            "check the address and the AWS variables",
+            Code.BAD_PATH,
         ) from error
 
 
@@ -222,30 +243,43 @@ def _explain(uri: str, error: Exception) -> UserError:
     asked = error if isinstance(error, StoreError) else StoreError("")
     what = shown(uri)
     if code == "NoSuchBucket":
-        return UserError(f"{what}: not found (NoSuchBucket)", "create the bucket or check its name")
+        return UserError(
+            f"{what}: not found (NoSuchBucket)",
+            "create the bucket or check its name",
+            Code.NOT_FOUND,
+        )
     if code in MISSING:
-        return UserError(f"{what}: not found ({code})", "check the address")
+        return UserError(f"{what}: not found ({code})", "check the address", Code.NOT_FOUND)
     if code in HINTS:
-        return UserError(f"{what}: {_one_line(asked)} ({code})", HINTS[code])
+        meaning, hint = HINTS[code]
+        return UserError(f"{what}: {_one_line(asked)} ({code})", hint, meaning)
     if code in REFUSED:
         hint = asked.hint or "check that the address can be read unauthenticated"
         if asked.hint and code in HIDING:
             hint = f"{hint}; {HIDDEN}"
-        return UserError(f"{what}: access denied ({code})", hint)
+        return UserError(
+            f"{what}: access denied ({code})",
+            hint,
+            Code.FORBIDDEN if code in HIDING else Code.UNAUTHORIZED,
+        )
     if code in CHANGED:
-        return UserError(f"{what}: it changed during the download", "run it again")
+        return UserError(f"{what}: it changed during the download", "run it again", Code.CHANGED)
     if code.startswith("3"):
         return UserError(
             f"{what}: redirect loop, or redirect to something other than a web address",
             "check the address",
+            Code.BAD_PATH,
         )
     if code:
         kind = Unavailable if code in BUSY else UserError
         said = f": {_one_line(error)}" if isinstance(error, StoreError) else ""
-        return kind(f"{what}: the store answered {code}{said}", "check the store's log")
+        answered = f"{what}: the store answered {code}{said}"
+        return kind(answered, "check the store's log", Code.SERVER_ERROR)
     if isinstance(error, Damaged):
         return UserError(
-            f"{what}: {error}", "run it again; if it persists, check the store's disks"
+            f"{what}: {error}",
+            "run it again; if it persists, check the store's disks",
+            Code.CORRUPT,
         )
     source = f" from {shown(asked.store)}" if asked.store else ""
     hint = f"check the network and {asked.variable or 'the address'}"
@@ -253,7 +287,7 @@ def _explain(uri: str, error: Exception) -> UserError:
         waited = (getattr(error, "__notes__", None) or ["the time allowed"])[-1]
         what = f"{what}: no answer{source} in {waited}"
         longer = f"{hint}; set {VARIABLE}=60 to wait longer"
-        return Unavailable(f"{what}: {_one_line(error)}", longer)
+        return Unavailable(f"{what}: {_one_line(error)}", longer, Code.TIMEOUT)
     return Unavailable(f"{what}: no answer{source}: {_one_line(error)}", hint)
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urljoin, urlsplit
 
 from urllib3 import BaseHTTPResponse
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import StoreError, retried, shown
 from lathe_base.storage.files import atomic_file
 from lathe_base.storage.network import pool
@@ -102,4 +102,5 @@ def _require_address(uri: str) -> None:
             f"{shown(uri)}: not an address",
             "write http://host:port/path without a password, and escape spaces and accents, as in "
             "%20",
+            Code.BAD_PATH,
         )

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import StoreError, shown
 from lathe_base.storage.files import digest
 from lathe_base.storage.manifest import STAGE, require_relative
@@ -39,7 +39,11 @@ def open_store(uri: str) -> tuple["LocalStore", str]:
     """
     path = uri.partition(":")[2]
     if not path.startswith("///") or path == "///":
-        raise UserError(f"{shown(uri)}: not the address of a file or folder", "write file:///path")
+        raise UserError(
+            f"{shown(uri)}: not the address of a file or folder",
+            "write file:///path",
+            Code.BAD_PATH,
+        )
     require_relative(path[3:].removesuffix("/"), shown(uri))
     return LocalStore(), path[3:]
 
@@ -53,7 +57,9 @@ class LocalStore:
     def claim(self, key: str) -> None:
         path = _path(key)
         if key.endswith("/") and path.exists() and not path.is_dir():
-            raise UserError(f"{self.address(key)}: {path} is a file", "give another address")
+            raise UserError(
+                f"{self.address(key)}: {path} is a file", "give another address", Code.WRONG_KIND
+            )
         paths = list(_files_below(path)) if path.is_dir() else [path]
         if foreign := [p for p in paths if os.path.lexists(p) and not _is_ours(p)]:
             folder = path if path.is_dir() else path.parent
@@ -208,18 +214,24 @@ def _files_below(folder: Path) -> Iterator[Path]:
         UserError: there is an unfinished download, a link to a folder, a pipe or the like.
     """
     if (folder / STAGE).exists():
-        raise UserError(f"{folder}: a download into it is unfinished", "run the download again")
+        raise UserError(
+            f"{folder}: a download into it is unfinished", "run the download again", Code.INCOMPLETE
+        )
     for parent, folders, names in os.walk(folder, onerror=_raise_unless_absent):
         for link in (Path(parent, name) for name in folders):
             if link.is_symlink():
                 raise UserError(
-                    f"{link}: a link to a folder", "replace the link with the folder itself"
+                    f"{link}: a link to a folder",
+                    "replace the link with the folder itself",
+                    Code.WRONG_KIND,
                 )
         for path in (Path(parent, name) for name in names):
             if path.name == JOURNAL or path.name.startswith(TEMPORARY):
                 continue
             if not path.is_file() and os.path.lexists(path):
-                raise UserError(f"{path}: not a file", "remove it, or fix the link")
+                raise UserError(
+                    f"{path}: not a file", "remove it, or fix the link", Code.WRONG_KIND
+                )
             yield path
 
 

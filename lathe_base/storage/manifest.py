@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 MARKER = ".lathe.json"
 # Present during an upload or a removal; without the marker, the prefix then counts as absent.
@@ -48,6 +48,7 @@ def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
         raise UserError(
             f"{where}: not a Lathe manifest ({type(error).__name__}: {error})",
             "upload the folder again",
+            Code.MALFORMED,
         ) from error
     for name in files:
         require_relative(name, where)
@@ -70,5 +71,6 @@ def require_relative(name: str, where: str) -> str:
         raise UserError(
             f"{where}: {name!r} is not a relative file name ('..' or an empty part)",
             "rename the object",
+            Code.UNSAFE,
         )
     return name

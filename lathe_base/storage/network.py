@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import urllib3
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 VARIABLE = "LATHE_NETWORK_TIMEOUT"
 DEFAULT_SECONDS = 15.0
@@ -59,6 +59,7 @@ def _seconds(variable: str, default: float, may_be_zero: bool) -> float:
         raise UserError(
             f"{variable}={text}: not a number of seconds",
             f"give a number {least} 86400, such as {default:g}",
+            Code.INVALID_VALUE,
         )
     return seconds
 
@@ -167,7 +168,9 @@ def authorities() -> str | None:
         if path := os.environ.get(variable):
             if not os.path.isfile(path):
                 raise UserError(
-                    f"{variable}={path}: no such file", "name a file of certificates, or unset it"
+                    f"{variable}={path}: no such file",
+                    "name a file of certificates, or unset it",
+                    Code.NOT_FOUND,
                 )
             return path
     return None

@@ -3,7 +3,7 @@
 import uuid
 from collections.abc import Iterable
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import CHANGED, MISSING, StoreError, explained, shown
 from lathe_base.storage.manifest import MARKER, RESERVED_NAMES, UNFINISHED
 from lathe_base.storage.object_store import JSON, ObjectStore, Stored
@@ -143,6 +143,7 @@ def replace_text(uri: str, text: str, seen: str | None) -> None:
     raise UserError(
         f"{shown(uri)}: changed by another process",
         "check its current contents, and run it again",
+        Code.CHANGED,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from lathe_base.errors import UserError, explain_os_error
+from lathe_base.errors import Code, UserError, explain_os_error
 from lathe_base.storage.files import files_below, sha256
 from lathe_base.storage.ownership import (
     OWNER,
@@ -98,6 +98,7 @@ def locked(output: Path) -> Iterator[None]:
             raise UserError(
                 f"{output}: another process is writing to it",
                 "wait until it has finished, or give another --output",
+                Code.IN_USE,
             ) from None
         except OSError as error:  # a network file system without locks
             log.debug("%s: not locked: %s", output, error)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 from lathe_base.storage import attested
 from lathe_base.storage.files import files_below, sha256
 from lathe_base.storage.manifest import is_digest, is_relative
@@ -82,6 +82,7 @@ def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
         raise UserError(
             f"{output}: exists, but is not {kind.name} that Lathe wrote",
             "give another --output, or move it away",
+            Code.EXISTS,
         )
     require_writable(existing_parent(target), output)
 
@@ -89,7 +90,7 @@ def claim_output_file(output: Path, kind: FileKind, *inputs: Source) -> None:
 def require_utf8(output: Path) -> None:
     """Raise UserError if a path is not UTF-8, which safetensors, TensorBoard and onnx refuse."""
     if "\udc80" <= max(str(output)) <= "\udcff":
-        raise UserError(f"{printable(output)}: not UTF-8", "give another --output")
+        raise UserError(f"{printable(output)}: not UTF-8", "give another --output", Code.BAD_PATH)
 
 
 def require_apart(output: Path, *inputs: Source) -> None:
@@ -107,7 +108,11 @@ def require_apart(output: Path, *inputs: Source) -> None:
                 if source in target.parents
                 else "contains"
             )
-            raise UserError(f"{output}: {how} the input {input_path}", "give another --output")
+            raise UserError(
+                f"{output}: {how} the input {input_path}",
+                "give another --output",
+                Code.CONFLICTING_OPTIONS,
+            )
 
 
 def foreign_files_error(output: Path, names: list[str]) -> UserError:
@@ -117,6 +122,7 @@ def foreign_files_error(output: Path, names: list[str]) -> UserError:
         f"{output}: contains files that Lathe did not write, or that have changed since: "
         f"{', '.join(names[:SHOWN])}{more}",
         "give a new or empty folder as --output, or move these files away",
+        Code.EXISTS,
     )
 
 
@@ -208,10 +214,12 @@ def real_path(path: Path) -> Path:
         UserError: not a path, or symbolic links that form a loop.
     """
     if "\0" in str(path):
-        raise UserError(f"{str(path)!r}: not a file name", "remove the NUL character")
+        raise UserError(
+            f"{str(path)!r}: not a file name", "remove the NUL character", Code.BAD_PATH
+        )
     resolved = Path(os.path.realpath(path))
     if resolved.is_symlink():
-        raise UserError(f"{path}: symbolic links form a loop", "remove one of them")
+        raise UserError(f"{path}: symbolic links form a loop", "remove one of them", Code.BAD_PATH)
     return resolved
 
 
@@ -241,9 +249,10 @@ def existing_parent(path: Path) -> Path:
 def require_writable(folder: Path, output: Path) -> None:
     """Raise UserError unless the folder can be written to."""
     if not folder.is_dir():
-        raise UserError(f"{output}: {folder} is a file", "give another --output")
+        raise UserError(f"{output}: {folder} is a file", "give another --output", Code.WRONG_KIND)
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(
             f"{output}: {folder} is not writable",
             "give another --output, or get permission to write to it",
+            Code.PERMISSION,
         )

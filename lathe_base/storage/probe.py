@@ -4,7 +4,7 @@ import hashlib
 import uuid
 from collections.abc import Callable
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import CHANGED, StoreError, explained
 from lathe_base.storage.object_store import Sent
 from lathe_base.storage.parts import PART_BYTES
@@ -51,6 +51,7 @@ class StoreProbe:
             raise UserError(
                 f"{self.folder}small: returned different bytes than were uploaded",
                 "check the store",
+                Code.CORRUPT,
             )
         return ""
 
@@ -59,7 +60,11 @@ class StoreProbe:
         with explained(self.folder):
             names = self._store.list_below(self._prefix)
         if list(names) != ["small"]:
-            raise UserError(f"{self.folder}: the uploaded object is not listed", "check the store")
+            raise UserError(
+                f"{self.folder}: the uploaded object is not listed",
+                "check the store",
+                Code.SERVER_ERROR,
+            )
         return ""
 
     def multipart(self) -> str:
@@ -95,5 +100,7 @@ class StoreProbe:
             self._store.delete(self._keys)
             left = self._store.has_any(self._prefix)
         if left:
-            raise UserError(f"{self.folder}: not deleted", "give the keys permission to delete")
+            raise UserError(
+                f"{self.folder}: not deleted", "give the keys permission to delete", Code.FORBIDDEN
+            )
         return ""

@@ -23,7 +23,7 @@ from minio.datatypes import Object, Part, parse_list_objects
 from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.credentials import explain_credentials, provider
 from lathe_base.storage.failures import CHANGED, MISSING, Damaged, StoreError, retried, shown
 from lathe_base.storage.http import is_address
@@ -83,6 +83,7 @@ def parse(uri: str) -> tuple[str, str]:
         raise UserError(
             f"{shown(uri)}: not an object's address",
             "write s3://bucket/key; credentials come from the AWS variables",
+            Code.BAD_PATH,
         )
     require_relative(key.removesuffix("/"), uri)
     return bucket, key
@@ -95,7 +96,9 @@ def endpoint() -> SplitResult:
         address = urlsplit(uri)
         if address.scheme in ("http", "https") and address.path in ("", "/"):
             return address
-    raise UserError(f"{ENDPOINT}={shown(uri)}: not an address", "write http://host:port")
+    raise UserError(
+        f"{ENDPOINT}={shown(uri)}: not an address", "write http://host:port", Code.BAD_PATH
+    )
 
 
 def s3_client(read_seconds: float | None = None) -> Minio:
@@ -129,7 +132,9 @@ def s3_client(read_seconds: float | None = None) -> Minio:
     elif style == "path":
         client.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
     elif style != "auto":
-        raise UserError(f"{STYLE}={style}: unknown style", "set it to auto, path or virtual")
+        raise UserError(
+            f"{STYLE}={style}: unknown style", "set it to auto, path or virtual", Code.UNKNOWN_NAME
+        )
     return client
 
 
@@ -324,6 +329,7 @@ class S3Store:
         return UserError(
             f"{self.address(key)}: {shown(endpoint().geturl())} {does}",
             f"check that {ENDPOINT} is the address of an S3 store, and update the store",
+            Code.SERVER_ERROR,
         )
 
     @contextmanager
@@ -350,6 +356,7 @@ class S3Store:
             raise UserError(
                 f"{self.address(error.name or '')}: cannot be deleted ({error.code})",
                 "check the permissions of the access key",
+                Code.FORBIDDEN,
             )
 
     @retried

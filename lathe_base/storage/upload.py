@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import MISSING, StoreError, explained
 from lathe_base.storage.manifest import (
     MARKER,
@@ -43,10 +43,12 @@ def upload(path: Path, uri: str) -> None:
         if path.is_dir():
             _put_folder(store, key.removesuffix("/") + "/", path)
         elif not path.is_file():
-            raise UserError(f"{path}: no such file or folder", "check the path")
+            raise UserError(f"{path}: no such file or folder", "check the path", Code.NOT_FOUND)
         elif key.endswith("/"):
             raise UserError(
-                f"{uri}: a prefix, but {path} is a file", "give the full key of the object"
+                f"{uri}: a prefix, but {path} is a file",
+                "give the full key of the object",
+                Code.BAD_PATH,
             )
         else:
             store.claim(key)
@@ -88,7 +90,9 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
             raise
         current = ""
     if current != token:
-        raise UserError(f"{where}: another upload to it has started", "run one upload at a time")
+        raise UserError(
+            f"{where}: another upload to it has started", "run one upload at a time", Code.IN_USE
+        )
     store.put(prefix + MARKER, to_json(entries).encode(), JSON)
     store.delete([prefix + UNFINISHED])
 
@@ -97,12 +101,16 @@ def _files(folder: Path) -> dict[str, Path]:
     """Every file below the folder by its name relative to it, with `/`."""
     files: dict[str, Path] = {}
     if (folder / STAGE).exists():
-        raise UserError(f"{folder}: a download into it is unfinished", "run the download again")
+        raise UserError(
+            f"{folder}: a download into it is unfinished", "run the download again", Code.INCOMPLETE
+        )
     for parent, folders, names in os.walk(folder, onerror=_raise):
         for name in folders:
             if (link := Path(parent, name)).is_symlink():
                 raise UserError(
-                    f"{link}: a link to a folder", "replace the link with the folder itself"
+                    f"{link}: a link to a folder",
+                    "replace the link with the folder itself",
+                    Code.WRONG_KIND,
                 )
         for name in names:
             path = Path(parent, name)
@@ -110,14 +118,18 @@ def _files(folder: Path) -> dict[str, Path]:
             if relative in RESERVED_NAMES:
                 continue
             if not path.is_file():
-                raise UserError(f"{path}: not a file", "remove it, or fix the link")
+                raise UserError(
+                    f"{path}: not a file", "remove it, or fix the link", Code.WRONG_KIND
+                )
             try:
                 relative.encode()
             except UnicodeEncodeError:
-                raise UserError(f"{path!r}: its name is not UTF-8", "rename it") from None
+                raise UserError(
+                    f"{path!r}: its name is not UTF-8", "rename it", Code.BAD_PATH
+                ) from None
             files[require_relative(relative, str(folder))] = path
     if not files:
-        raise UserError(f"{folder}: contains no files", "give a folder with files")
+        raise UserError(f"{folder}: contains no files", "give a folder with files", Code.INCOMPLETE)
     return dict(sorted(files.items()))
 
 
@@ -166,6 +178,7 @@ def _put_parts(
     raise UserError(
         f"{store.address(key)}: another upload is writing to it",
         "run one upload at a time",
+        Code.IN_USE,
     )
 
 
@@ -183,7 +196,9 @@ def _send(
                 yield number, data
             if file.tell() != size or file.read(1):
                 raise UserError(
-                    f"{path}: it changed during the upload", "wait until it is complete"
+                    f"{path}: it changed during the upload",
+                    "wait until it is complete",
+                    Code.CHANGED,
                 )
 
     def send(item: tuple[int, bytes]) -> Sent:

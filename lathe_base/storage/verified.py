@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage.files import atomic_file, digest, sha256
 
 LARGE = 16 << 20  # bytes; reading a smaller file is cheaper than a cache entry
@@ -23,7 +23,9 @@ def require_intact(folder: Path, files: Mapping[str, str], metadata: str, hint: 
         path = folder / name
         if not path.is_file() or not is_intact(path, expected):
             raise UserError(
-                f"{path}: missing, truncated or modified since {metadata} was written", hint
+                f"{path}: missing, truncated or modified since {metadata} was written",
+                hint,
+                Code.CORRUPT,
             )
 
 

@@ -7,7 +7,7 @@ from kubernetes import client  # type: ignore[import-untyped]
 from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
 from lathe_base.config.settings import LaunchSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_launch.cluster.api import GROUP, JOBSETS, RUNTIMES, Cluster
 from lathe_launch.cluster.manifest import attempt_name, build, find_launcher
 from lathe_launch.shape import Shape
@@ -37,7 +37,9 @@ INSTALL = "install Kubeflow Trainer, which brings JobSet: docs/how-to/cluster-in
 def check_rights(cluster: Cluster) -> str:
     """Check that this pod's service account has the permissions that steps need."""
     if missing := _missing(cluster):
-        raise UserError(f"the service account lacks permission to {', '.join(missing)}", APPLY)
+        raise UserError(
+            f"the service account lacks permission to {', '.join(missing)}", APPLY, Code.FORBIDDEN
+        )
     return f"{cluster.api.configuration.host}, {sum(map(len, RIGHTS.values()))} rights"
 
 
@@ -53,11 +55,14 @@ def require_account(cluster: Cluster, account: str, hint: str) -> str:
             f"the namespace {cluster.namespace} has no service account {account}, which runs made "
             "in the UI have by default",
             hint,
+            Code.NOT_FOUND,
         )
     user = f"system:serviceaccount:{cluster.namespace}:{account}"
     if missing := _missing(cluster, user):
         raise UserError(
-            f"the service account {account} lacks permission to {', '.join(missing)}", hint
+            f"the service account {account} lacks permission to {', '.join(missing)}",
+            hint,
+            Code.FORBIDDEN,
         )
     return account
 
@@ -117,7 +122,9 @@ def _require_definition(cluster: Cluster, call: Any, *arguments: Any, **options:
         call(*arguments, _request_timeout=TIMEOUT, **options)
     except ApiException as error:
         if error.status == 404 and "page not found" in str(error.body):
-            raise UserError(f"the cluster has no {arguments[3]}.{arguments[0]}", INSTALL) from None
+            raise UserError(
+                f"the cluster has no {arguments[3]}.{arguments[0]}", INSTALL, Code.NOT_INSTALLED
+            ) from None
         if error.status != 404:
             cluster.explain(error)
 
@@ -135,6 +142,8 @@ def pipeline_root(cluster: Cluster) -> str:
     read = client.CoreV1Api(cluster.api).read_namespaced_config_map
     config = cluster.ask(read, LAUNCHER, cluster.namespace, unless=404)
     if not config:
-        raise UserError(f"namespace {cluster.namespace} has no ConfigMap {LAUNCHER}", APPLY)
+        raise UserError(
+            f"namespace {cluster.namespace} has no ConfigMap {LAUNCHER}", APPLY, Code.NOT_INSTALLED
+        )
     root = (config.data or {}).get("defaultPipelineRoot") or PIPELINES_ROOT
     return str(root).partition("?")[0]

@@ -20,7 +20,7 @@ from kubernetes.watch import Watch  # type: ignore[import-untyped]
 from tenacity import RetryCallState, Retrying, stop_after_delay, wait_exponential_jitter
 from urllib3.exceptions import HTTPError
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
 log = logging.getLogger("lathe")
@@ -217,14 +217,17 @@ class Cluster:
             if "header value" not in str(error):
                 raise
             raise UserError(  # whose own message would contain the token
-                "the Kubernetes token has a line break within", "write it on one line"
+                "the Kubernetes token has a line break within",
+                "write it on one line",
+                Code.UNAUTHORIZED,
             ) from None
         except config.ConfigException as error:  # the exec plugin, asked for another token
-            raise StageError(f"no kube context: {error}") from None
+            raise StageError(f"no kube context: {error}", Code.UNAUTHORIZED) from None
         except (HTTPError, ConnectionError, TimeoutError) as error:
             raise StageError(
                 f"the Kubernetes API at {self.api.configuration.host} did not answer for "
-                f"{self.patience:.0f} s: {error}"
+                f"{self.patience:.0f} s: {error}",
+                Code.UNREACHABLE,
             ) from None
 
     def _again(self, state: RetryCallState) -> bool:
@@ -250,20 +253,25 @@ class Cluster:
                 f"{denied['user']} cannot {denied['verb']} {what} in namespace {self.namespace}",
                 f"bind the Role {self.role} of manifests/base/access to this service account, or "
                 f"add the verb {denied['verb']} on {what} to one of its Roles",
+                Code.FORBIDDEN,
             ) from None
         if error.status == 401:
             host = self.api.configuration.host
             raise UserError(
                 f"the Kubernetes API at {host} rejects this token: {message}",
                 "run in a pod with a service account, or renew the KUBECONFIG file's credentials",
+                Code.UNAUTHORIZED,
             ) from None
         if error.status in (400, 403, 422):  # a quota, a policy, an admission webhook
             raise UserError(
                 f"the cluster rejects the TrainJob: {message}",
                 "change the recipe's Launch settings, or the policies of namespace "
                 f"{self.namespace}",
+                Code.INVALID_REQUEST,
             ) from None
-        raise StageError(f"the Kubernetes API answered {error.status}: {message}") from None
+        raise StageError(
+            f"the Kubernetes API answered {error.status}: {message}", Code.SERVER_ERROR
+        ) from None
 
 
 def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Cluster:
@@ -288,6 +296,7 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
         raise UserError(
             f"no Kubernetes cluster: {error}",
             "run in a pod with a service account, or set KUBECONFIG to a file",
+            Code.NOT_FOUND,
         ) from None
     return Cluster(client.ApiClient(settings), namespace or current or DEFAULT_NAMESPACE, role)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import connect
 
 log = logging.getLogger("lathe")
@@ -97,6 +97,7 @@ class Deployment:
             raise UserError(
                 f"there is no Deployment {self.namespace}/{self.name}",
                 "apply manifests/, or set Production.namespace and Production.deployment",
+                Code.NOT_FOUND,
             )
         return resource
 
@@ -155,7 +156,8 @@ class Deployment:
             elif lock != seen:
                 raise StageError(
                     f"{self.name} is being rolled out by another process, {lock}: retry when it "
-                    "has finished"
+                    "has finished",
+                    Code.IN_USE,
                 )
             time.sleep(POLL_SECONDS)
 
@@ -168,10 +170,12 @@ class Deployment:
             resource = self.read()
             lock = _annotation(resource, LOCK)
             if lock is None or not lock.startswith(self._holder):
-                raise StageError(f"{self.name}: the lock was lost to {lock or 'no one'}")
+                raise StageError(
+                    f"{self.name}: the lock was lost to {lock or 'no one'}", Code.IN_USE
+                )
             if self._patch(resource, make(resource)):
                 return
-        raise StageError(f"{self.name} keeps being changed by something else")
+        raise StageError(f"{self.name} keeps being changed by something else", Code.CHANGED)
 
     def _patch(self, resource: Object, body: dict[str, Any]) -> bool:
         """Patch; returns False if the Deployment has changed since it was read."""
@@ -188,6 +192,7 @@ class Deployment:
         raise UserError(
             f"Deployment {self.namespace}/{self.name} has no initContainer with {VARIABLE}",
             "apply manifests/, or set Production.deployment",
+            Code.WRONG_KIND,
         )
 
 

@@ -18,7 +18,7 @@ import urllib3
 
 from lathe_base.checks import Check, Finding, State, run_checks
 from lathe_base.config.settings import LaunchSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.keys import load_signer, signing_key
 from lathe_base.storage.network import PATIENCE
 from lathe_base.storage.probe import StoreProbe
@@ -47,6 +47,7 @@ def check_names(hosts: list[str]) -> str:
                 f"{host}: {error.strerror or error}",
                 "check the policy lathe-dns: names do not resolve, in "
                 "docs/how-to/troubleshooting.md#network-and-object-store",
+                Code.UNREACHABLE,
             ) from None
     return ", ".join(hosts)
 
@@ -57,9 +58,11 @@ def check_http(address: str) -> str:
     try:
         status = urllib3.PoolManager(timeout=SECONDS, retries=False).request("GET", url).status
     except urllib3.exceptions.HTTPError as error:
-        raise UserError(f"{url}: no answer: {error}", NETWORK) from None
+        raise UserError(f"{url}: no answer: {error}", NETWORK, Code.UNREACHABLE) from None
     if status != 200:
-        raise UserError(f"{url}: answers {status}", "kubectl -n kubeflow get pods")
+        raise UserError(
+            f"{url}: answers {status}", "kubectl -n kubeflow get pods", Code.SERVER_ERROR
+        )
     return address
 
 
@@ -69,7 +72,7 @@ def check_port(address: str) -> str:
     try:
         socket.create_connection((host, int(port)), SECONDS).close()
     except OSError as error:
-        raise UserError(f"{address}: no answer: {error}", NETWORK) from None
+        raise UserError(f"{address}: no answer: {error}", NETWORK, Code.UNREACHABLE) from None
     return address
 
 
@@ -89,6 +92,7 @@ def check_gpus(wanted: int) -> str:
             f"torch finds {gpus} of {wanted} GPUs",
             "use CUDA images (make images FLAVOUR=cuda, make push), and run `nvidia-smi` on the "
             "node",
+            Code.NO_GPU,
         )
     return f"torch finds {gpus}"
 

@@ -12,7 +12,7 @@ from typing import Any
 from kubernetes.client import ApiException  # type: ignore[import-untyped]
 
 from lathe_base.config.settings import LaunchSettings
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_launch.cluster import reasons
 from lathe_launch.cluster.api import (
     CONTAINER,
@@ -84,7 +84,8 @@ class Follower:
             job = self._cluster.get(self._name)
             if job is None or "deletionTimestamp" in job["metadata"]:
                 raise StageError(
-                    f"TrainJob {self._name} was deleted by something other than its launcher"
+                    f"TrainJob {self._name} was deleted by something other than its launcher",
+                    Code.NOT_RUNNING,
                 )
             conditions = {c["type"]: c for c in job.get("status", {}).get("conditions", [])}
             if _is_true(conditions, "Complete"):

@@ -21,7 +21,7 @@ from typing import Any
 from kubeflow_trainer_api import models as m  # type: ignore[import-untyped]
 
 from lathe_base.config.settings import LaunchSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.keys import MOUNTED
 from lathe_base.provenance.surroundings import IMAGE, PIPELINE
 from lathe_launch.cluster.api import (
@@ -90,6 +90,7 @@ def find_launcher(cluster: Cluster) -> Launcher:
             f"there is no pod {name or ''} of this process in namespace {cluster.namespace}, and "
             "a TrainJob must belong to one, or nothing would delete it after a crash",
             "run as a pipeline step, or set POD_NAME and POD_NAMESPACE with the downward API",
+            Code.NOT_FOUND,
         )
     containers = {container.name: container.image for container in pod.spec.containers}
     step_image = (
@@ -189,6 +190,7 @@ def _queue(settings: LaunchSettings) -> dict[str, str]:
             f"Launch.priority={settings.priority} orders jobs within a queue, but Launch.queue is "
             "not set",
             "set Launch.queue to a Kueue LocalQueue, or remove Launch.priority",
+            Code.MISSING_OPTION,
         )
     labels = {
         "kueue.x-k8s.io/queue-name": settings.queue,

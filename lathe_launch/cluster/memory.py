@@ -7,7 +7,7 @@ from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-unty
 
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.config.settings.types import parse_bytes
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_launch.cluster.api import WORK, Cluster
 from lathe_launch.cluster.nodes import takes
 from lathe_launch.cluster.reasons import has_ended
@@ -47,7 +47,8 @@ def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: 
             if settings.nodes * wanted > left:
                 raise StageError(
                     f"the quota {quota.metadata.name} has {hard[key]} {key}, of which "
-                    f"{used.get(key, '0')} are used"
+                    f"{used.get(key, '0')} are used",
+                    Code.NO_ROOM,
                 )
     sizes = {
         node.metadata.name: parse_quantity((node.status.allocatable or {}).get("memory", "0"))
@@ -56,4 +57,6 @@ def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: 
     }
     if sum(size // wanted for size in sizes.values()) < settings.nodes:
         there = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in sizes.items())
-        raise StageError(f"of the nodes that it may run on, too few have it: {there or 'none'}")
+        raise StageError(
+            f"of the nodes that it may run on, too few have it: {there or 'none'}", Code.NO_ROOM
+        )

@@ -9,7 +9,7 @@ from kubernetes import client, config  # type: ignore[import-untyped]
 from lathe_base.checks import Finding
 from lathe_base.config.settings import Placement
 from lathe_base.config.settings.placement import NODE_POOL, REQUIRED
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
 HARD = ("NoSchedule", "NoExecute")
@@ -173,12 +173,14 @@ def node_pool_shortage(
         return UserError(
             f"no node matches the recipe's Launch settings: {said or 'taints, or labels'}",
             "`make doctor` lists the nodes",
+            Code.NO_ROOM,
         )
     if not matching:
         return UserError(
             f"node pool {name}: no node has the label {NODE_POOL}={name} and no taint other than "
             f"{settings.gpu_taint}",
             f"kubectl label node NODE {NODE_POOL}={name}, or use another pool (NODE_POOL=)",
+            Code.NO_ROOM,
         )
     resource = settings.gpu_resource
     counts = [int((node.status.allocatable or {}).get(resource, 0)) for node in matching]
@@ -191,6 +193,7 @@ def node_pool_shortage(
     return UserError(
         f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are requested, but {has}",
         "request fewer (NODES=, GPUS=), or another pool (NODE_POOL=)",
+        Code.NO_ROOM,
     )
 
 
@@ -215,6 +218,7 @@ def _require_whole_gpus(gpus: int, nodes: Sequence[Node], settings: Placement) -
         "device",
         "request one per pod (GPUS=1), or whole GPUs of a node that is not divided "
         "(Launch.gpu_resource, Launch.node_selector)",
+        Code.LAYOUT,
     )
 
 
@@ -249,10 +253,12 @@ def _pool_nodes(
         api = client.CoreV1Api(client.ApiClient(configuration))
         listed = api.list_node(_request_timeout=TIMEOUT).items
     except config.ConfigException as error:
-        raise StageError(f"no kube context: {error}") from None
+        raise StageError(f"no kube context: {error}", Code.UNAUTHORIZED) from None
     except client.ApiException as error:
-        raise StageError(f"the cluster does not list its nodes: {error.reason}") from None
+        raise StageError(
+            f"the cluster does not list its nodes: {error.reason}", Code.SERVER_ERROR
+        ) from None
     except urllib3.exceptions.HTTPError as error:
-        raise StageError(f"the cluster does not answer: {error}") from None
+        raise StageError(f"the cluster does not answer: {error}", Code.UNREACHABLE) from None
     pool_nodes = [node for node in listed if takes(node, settings, name, has_gpus=True)]
     return listed, pool_nodes

@@ -18,7 +18,7 @@ import yaml
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Placement, Placements
 from lathe_base.config.settings.placement import NODE_POOL
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError, coded
 
 Object = dict[str, Any]
 IDENTITY = ("runAsUser", "runAsGroup", "fsGroup")
@@ -115,7 +115,11 @@ def main(
         settings = load_recipe(recipe, override or []).Launch
         objects = [thing for thing in yaml.safe_load_all(sys.stdin) if thing]
     except (UserError, yaml.YAMLError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        told = error
+        if isinstance(error, yaml.YAMLError):
+            hint = "give Kubernetes objects in YAML"
+            told = UserError(f"standard input: not YAML: {error}", hint, Code.MALFORMED)
+        print(coded(told), file=sys.stderr)
         raise SystemExit(UserError.status) from None
     place_manifests(objects, settings)
     yaml.safe_dump_all(objects, sys.stdout, sort_keys=False)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lathe_base.config.settings import LaunchSettings
-from lathe_base.errors import Preempted, StageError, UserError
+from lathe_base.errors import Code, Preempted, StageError, UserError
 from lathe_launch.cluster.api import CONTAINER
 from lathe_launch.shape import WorkerFailed
 
@@ -41,6 +41,8 @@ class NodeFailed(WorkerFailed):
         self.out_of_memory = out_of_memory
         tail = "\n".join(tails.get(node, ())) or "(no output)"
         super().__init__(node, exit_code, tail)
+        if out_of_memory:
+            self.code = Code.OUT_OF_MEMORY
         others = [
             f"[node {other}] {line}"
             for other, lines in sorted(tails.items())
@@ -94,12 +96,14 @@ def not_startable(pod: Pod, image: str) -> UserError | None:
             f"the image {image} cannot be pulled ({detail})",
             "`make push` it, or set LATHE_TRAIN_IMAGE to an existing image; a private registry "
             "needs imagePullSecrets in the training runtime",
+            Code.NOT_FOUND,
         )
     if waiting.reason in CONFIGURATION:
         return UserError(
             f"the container of node {node_rank(pod)} cannot be created ({detail})",
             "create the secret or the volume that it names; for the store's secret see "
             "docs/how-to/cluster-install.md#keys-of-the-object-store",
+            Code.NOT_FOUND,
         )
     return None
 
@@ -116,6 +120,7 @@ def no_node(message: str, seconds: float, settings: LaunchSettings) -> UserError
         f"cannot schedule {settings.nodes} nodes after {seconds:.0f} s: {message}",
         f"let {pool} have {settings.nodes} free nodes with {', '.join(asked)} each (`kubectl get "
         "nodes -L lathe/node-pool`), request less, or queue with Launch.queue",
+        Code.NO_ROOM,
     )
 
 
@@ -125,6 +130,7 @@ def refused(what: str, namespace: str) -> UserError:
         what,
         f"`kubectl -n {namespace} get events` has details; change the namespace's quota or policy, "
         "or request less in the recipe's Launch settings",
+        Code.NO_ROOM,
     )
 
 
@@ -141,7 +147,8 @@ def failure(
     if condition.get("reason") == "DeadlineExceeded":
         return StageError(
             f"Launch.deadline_hours={settings.deadline_hours:g} have passed; the same run with a "
-            "longer deadline resumes from its last checkpoint"
+            "longer deadline resumes from its last checkpoint",
+            Code.TIMEOUT,
         )
     for pod in pods:
         if pod.status.reason == EVICTED:  # it will be again: by its own use of the node
@@ -167,7 +174,7 @@ def failure(
     why = f"{condition.get('reason')}: {condition.get('message')}"
     if condition.get("reason") in LOST:  # the pod is gone and its failure was not seen
         return NodeFailed(0, 1, f"or another was lost ({why})", tails)
-    return StageError(f"the TrainJob failed ({why})")
+    return StageError(f"the TrainJob failed ({why})", Code.FAILED)
 
 
 def _blame(pod: Pod) -> tuple[float, int, int]:

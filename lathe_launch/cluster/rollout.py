@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.deployment import Deployment, Object
 
 log = logging.getLogger("lathe")
@@ -42,7 +42,9 @@ def roll(deployment: Deployment, release: str, back_to: str | None, seconds: flo
         deployment.set_release(release, f"lathe deploy {release}")
         _wait(deployment, release, seconds)
     except (StageError, UserError) as error:
-        raise StageError(f"{error}\n{_go_back(deployment, release, back_to, seconds)}") from error
+        raise StageError(
+            f"{error}\n{_go_back(deployment, release, back_to, seconds)}", error.code
+        ) from error
     except BaseException:
         if back_to:
             deployment.set_release(back_to, f"lathe: interrupted while rolling to {release}")
@@ -79,13 +81,14 @@ def _wait(deployment: Deployment, release: str, seconds: float) -> None:
         is_over = any(c.reason == "ProgressDeadlineExceeded" for c in conditions)
         late = is_over or time.monotonic() - started > seconds
         if trouble := _hopeless(pods):
-            raise RolloutFailed(f"{release}: {trouble}{_last_lines(deployment, pods)}")
+            raise RolloutFailed(f"{release}: {trouble}{_last_lines(deployment, pods)}", Code.FAILED)
         if late:
             passed = f"{time.monotonic() - started:.0f} s"
             raise RolloutFailed(
                 f"{release}: not rolled out in {passed}: {waits_for}; "
                 f"{_states(pods) or 'it has no pods'}{_warnings(deployment, pods)}"
-                f"{_last_lines(deployment, pods)}"
+                f"{_last_lines(deployment, pods)}",
+                Code.TIMEOUT,
             )
         deployment.keep_lock()
         time.sleep(POLL_SECONDS)

@@ -27,7 +27,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from lathe_base.config.settings import LaunchSettings
-from lathe_base.errors import Preempted, StageError, UserError
+from lathe_base.errors import Code, Preempted, StageError, UserError
 from lathe_launch.cluster.api import DEADLINE, FAILURES, WORK, Cluster, TrainJob, connect
 from lathe_launch.cluster.follow import Follower, Patience
 from lathe_launch.cluster.manifest import (
@@ -148,7 +148,9 @@ class _Attempts:
                     )
                     told = True
                 if datetime.now(UTC) > self._deadline:
-                    raise StageError(f"TrainJob {self.name} is still being deleted at its deadline")
+                    raise StageError(
+                        f"TrainJob {self.name} is still being deleted at its deadline", Code.TIMEOUT
+                    )
                 time.sleep(1)
             elif created := self._create():
                 return created

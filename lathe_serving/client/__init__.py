@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving import state as serve_state
 from lathe_serving.client.grpc_messages import utf8
 from lathe_serving.client.grpc_transport import GrpcTransport
@@ -130,6 +130,7 @@ def connect(folder: Path | None = None) -> Client:
         raise UserError(
             f"no server is running: none found in {folder or serve_state.default_folder()}",
             f"start one with `make serve`, or set {serve_state.STATE_VARIABLE} to its folder",
+            Code.NOT_RUNNING,
         )
     return Client(state.grpc, state.model_name)
 

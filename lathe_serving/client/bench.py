@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from lathe_base.artifacts.kinds import LOAD
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
 from lathe_base.pages.html import Picture, picture, render
 from lathe_base.pages.style import Theme, draw
@@ -56,6 +56,7 @@ def bench(
             raise UserError(
                 f"{option} {value}: not a positive number",
                 "give a positive number, or omit the option",
+                Code.INVALID_VALUE,
             )
     claim_output_folder(output, LOAD, prompts)
     lines = list(OPENINGS) if prompts is None else _lines(prompts)
@@ -82,7 +83,7 @@ def _lines(path: Path) -> list[str]:
     hint = "give a text file with one prompt per line"
     lines = [line for line in read_text(path, hint).splitlines() if line.strip()]
     if not lines:
-        raise UserError(f"{path}: no prompts", hint)
+        raise UserError(f"{path}: no prompts", hint, Code.TOO_LITTLE_DATA)
     return lines
 
 

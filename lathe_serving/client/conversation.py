@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError, coded
 from lathe_serving.client import Client
 from lathe_serving.client.transport import Parameter
 
@@ -26,7 +26,9 @@ def lines() -> Iterator[str]:
             continue
         except UnicodeDecodeError:
             raise UserError(
-                "the input: not UTF-8", "convert it, for instance with iconv -t utf-8"
+                "the input: not UTF-8",
+                "convert it, for instance with iconv -t utf-8",
+                Code.MALFORMED,
             ) from None
         if line.strip():
             yield line
@@ -52,7 +54,7 @@ def ask(
     except (UserError, StageError) as error:
         if not goes_on:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(coded(error), file=sys.stderr)
         return
     except KeyboardInterrupt:
         if not goes_on:

@@ -8,9 +8,9 @@ import numpy as np
 from tritonclient.grpc import service_pb2  # type: ignore[import-untyped]
 from tritonclient.utils import deserialize_bytes_tensor  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.client.transport import Parameter
-from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.protocol import CODE, Chunk
 
 CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]
 PARAMETER_FIELD = {
@@ -45,7 +45,9 @@ def request(
         try:
             setattr(message.parameters[name], PARAMETER_FIELD[type(value)], value)
         except ValueError:
-            raise UserError(f"{name} {value}: out of range", "give a smaller number") from None
+            raise UserError(
+                f"{name} {value}: out of range", "give a smaller number", Code.INVALID_VALUE
+            ) from None
     return message
 
 
@@ -64,6 +66,7 @@ def utf8(text: str, what: str = "prompt") -> bytes:
         raise UserError(
             f"{what}: not UTF-8 at character {error.start}",
             "convert it, for instance with iconv -t utf-8",
+            Code.MALFORMED,
         ) from None
 
 
@@ -111,14 +114,22 @@ def response_chunks(response: Any) -> list[Chunk]:
 def refusal(message: str) -> Exception:
     """The exception for an error from the server: a UserError if the message has a hint, because
     the request was then invalid; otherwise a StageError."""
+    message, _, code = message.partition(CODE)
     what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
-        return UserError(message, "give the name of the server's model: --model-name NAME")
+        return UserError(
+            message, "give the name of the server's model: --model-name NAME", Code.NOT_FOUND
+        )
     if "unexpected inference input" in message:
         return UserError(
-            message, "deploy the model again: its repository was written by an earlier version"
+            message,
+            "deploy the model again: its repository was written by an earlier version",
+            Code.WRONG_VERSION,
         )
-    return UserError(what, hint) if hint else StageError(message)
+    if not hint:
+        return StageError(message, Code.SERVER_ERROR)
+    # A server of another version may send none, or one that is unknown here.
+    return UserError(what, hint, Code(code) if code in set(Code) else Code.INVALID_REQUEST)
 
 
 def _numbers(raw: dict[str, bytes], name: str, kind: type[Any] = np.int64) -> list[Any]:

@@ -21,7 +21,7 @@ from tritonclient.utils import (  # type: ignore[import-untyped]
     serialize_byte_tensor,
 )
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request, response_chunks
 from lathe_serving.client.transport import Parameters
 from lathe_serving.reach import (
@@ -93,12 +93,14 @@ class GrpcTransport:
             if error.code() == grpc.StatusCode.NOT_FOUND:
                 what = f"{self._url} does not serve a model named {self._model_name}"
                 raise UserError(
-                    what, "give the name of the server's model: -o Serving.model_name=NAME"
+                    what,
+                    "give the name of the server's model: -o Serving.model_name=NAME",
+                    Code.NOT_FOUND,
                 ) from None
             raise lost(error, self._url, self._timeout) from None
         if "sha256" not in reply.config.parameters:
             what = f"{self._url}: {self._model_name} was not deployed by Lathe: it has no SHA-256"
-            raise UserError(what, "deploy the export with `lathe deploy`")
+            raise UserError(what, "deploy the export with `lathe deploy`", Code.WRONG_KIND)
         return str(json.loads(reply.config.parameters["sha256"].string_value))
 
     def close(self) -> None:
@@ -166,4 +168,4 @@ def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
         return too_slow(url, timeout_seconds)
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return nothing_listens(url)
-    return StageError(f"{url}: {error.code().name}: {error.details()}")
+    return StageError(f"{url}: {error.code().name}: {error.details()}", Code.SERVER_ERROR)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.progress import bar
 from lathe_serving.client import Client
 
@@ -177,7 +177,9 @@ def summarize(requests: Sequence[RequestTimes], objective: Objective) -> Summary
     if not answered:
         first = next((request.error for request in requests if request.error), "no tokens")
         raise UserError(
-            f"none of {len(requests)} requests was answered: {first}", "check the server's log"
+            f"none of {len(requests)} requests was answered: {first}",
+            "check the server's log",
+            Code.SERVER_ERROR,
         )
     ends = max(request.tokens[-1] for request in answered)
     seconds = ends - min(request.sent for request in requests)

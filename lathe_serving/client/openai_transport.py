@@ -16,7 +16,7 @@ import httpx2
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from lathe_base.errors import StageError, UserError, printable
+from lathe_base.errors import Code, StageError, UserError, printable
 from lathe_base.parameters import FIELDS
 from lathe_serving.client.grpc_messages import utf8
 from lathe_serving.client.transport import Parameters
@@ -34,9 +34,10 @@ PATH, DONE = "/completions", "[DONE]"
 KEY_VARIABLE = "LATHE_API_KEY"
 CODES = {"overloaded": 503, "unavailable": 503}
 HINTS = {
-    "model_not_found": "give the name of the server's model: --model-name NAME",
-    "context_length_exceeded": "give a shorter prompt, or ask for fewer tokens",
+    "model_not_found": (Code.NOT_FOUND, "give the name of the server's model: --model-name NAME"),
+    "context_length_exceeded": (Code.TOO_LONG, "give a shorter prompt, or ask for fewer tokens"),
 }
+"""Our codes and hints by the API's codes."""
 
 REASONS: dict[str | None, FinishReason] = {None: "", "length": "length"}
 
@@ -107,7 +108,11 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
     absent = {name for name in settings if FIELDS[name].openai == "none"}
     for name in (*absent, *beams):
-        raise UserError(f"{name}: not supported by the OpenAI API", "omit it, or use Triton's gRPC")
+        raise UserError(
+            f"{name}: not supported by the OpenAI API",
+            "omit it, or use Triton's gRPC",
+            Code.UNSUPPORTED,
+        )
     fields = {name: getattr(params, name) for name in settings if FIELDS[name].openai == "same"}
     if params.decode_strategy == "greedy_search":
         fields["temperature"] = 0
@@ -118,7 +123,9 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
             fields["structured_outputs"] = json.loads(params.structured_outputs)
         except (ValueError, RecursionError):
             what = f"structured_outputs: not JSON: {params.structured_outputs:.100}"
-            raise UserError(what, f"give {FIELDS['structured_outputs'].limit}") from None
+            raise UserError(
+                what, f"give {FIELDS['structured_outputs'].limit}", Code.INVALID_VALUE
+            ) from None
     if params.logprobs:
         fields["logprobs"] = params.top_logprobs
     if "num_return_sequences" in settings:
@@ -179,13 +186,17 @@ def told(url: str, status: int, error: ApiError, retry_after: str = "") -> Excep
     message = printable(error.message, limit=1000)
     if status in (401, 403):
         hint = f"set {KEY_VARIABLE} to one of the server's keys"
-        return UserError(f"{url}: {message}", hint)
+        return UserError(
+            f"{url}: {message}", hint, Code.UNAUTHORIZED if status == 401 else Code.FORBIDDEN
+        )
     if status in (429, 503):
         seconds = f"in {retry_after} s" if retry_after.isdecimal() else "later"
-        return UserError(f"{url}: {message}", f"retry {seconds}")
+        return UserError(f"{url}: {message}", f"retry {seconds}", Code.BUSY)
     if status < 500:
-        return UserError(message, HINTS.get(str(error.code), "change the request"))
-    return StageError(f"{url}: {message}")
+        fallback = (Code.INVALID_REQUEST, "change the request")
+        code, hint = HINTS.get(str(error.code), fallback)
+        return UserError(message, hint, code)
+    return StageError(f"{url}: {message}", Code.SERVER_ERROR)
 
 
 def not_openai(url: str, data: str | bytes, status: str = "") -> UserError:
@@ -194,6 +205,7 @@ def not_openai(url: str, data: str | bytes, status: str = "") -> UserError:
     return UserError(
         f"{url}: not an OpenAI-compatible API: {status}{printable(text, limit=100)!r}",
         "check the address; that of `make serve` is http://localhost:9000/v1",
+        Code.SERVER_ERROR,
     )
 
 
@@ -208,7 +220,9 @@ def reaching(url: str) -> Iterator[None]:
         yield
     except httpx2.TimeoutException:
         raise UserError(
-            f"{url}: no answer within {REACH_SECONDS:g} s", "check the address and the server's log"
+            f"{url}: no answer within {REACH_SECONDS:g} s",
+            "check the address and the server's log",
+            Code.TIMEOUT,
         ) from None
     except httpx2.NetworkError:
         raise nothing_listens(url) from None
@@ -234,7 +248,8 @@ def asking(url: str, timeout_seconds: float | None) -> Iterator[None]:
         raise too_slow(url, timeout_seconds) from None
     except httpx2.TransportError as error:
         raise StageError(
-            f"{url}: the connection was lost before the answer was complete: {error}"
+            f"{url}: the connection was lost before the answer was complete: {error}",
+            Code.UNREACHABLE,
         ) from None
 
 
@@ -252,6 +267,7 @@ class _Endpoint:
             raise UserError(
                 "the API key contains characters that are not allowed in HTTP headers",
                 f"check {KEY_VARIABLE}",
+                Code.INVALID_VALUE,
             )
         self._options: dict[str, Any] = {
             "base_url": self._url,
@@ -276,7 +292,9 @@ class _Endpoint:
         self._is_reached = True
 
     def _cut(self) -> StageError:
-        return StageError(f"{self._url}: the stream ended before the answer was complete")
+        return StageError(
+            f"{self._url}: the stream ended before the answer was complete", Code.UNREACHABLE
+        )
 
 
 class OpenAITransport(_Endpoint):
@@ -336,6 +354,7 @@ class OpenAITransport(_Endpoint):
         return UserError(
             f"{self._url}: the OpenAI API does not support {what}",
             "use Triton's gRPC address, HOST:PORT, such as localhost:8001",
+            Code.UNSUPPORTED,
         )
 
 

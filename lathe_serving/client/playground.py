@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from lathe_base.config.settings import GenerationSettings, ServingSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake
 from lathe_serving.reach import REACH_SECONDS, require_base_url
 from lathe_serving.repository import write_models
@@ -65,7 +65,9 @@ def running_endpoint() -> str:
     server = find()
     if server is None or server.openai is None:
         what = "no server is running" if server is None else f"{server.http}: no OpenAI interface"
-        raise UserError(what, "start one with `make serve`, or give an exported folder")
+        raise UserError(
+            what, "start one with `make serve`, or give an exported folder", Code.NOT_RUNNING
+        )
     return server.openai
 
 
@@ -87,9 +89,12 @@ def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
 
     try:
         server = ThreadingHTTPServer((HOST, port), Handler)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"port {port}: {reason}", "give another --port") from None
+    except OSError as error:
+        what = f"port {port}: {error.strerror}"
+        raise UserError(what, "give another --port", Code.IN_USE) from None
+    except OverflowError as error:
+        what = f"port {port}: {error}"
+        raise UserError(what, "give another --port", Code.INVALID_VALUE) from None
     server.daemon_threads = True
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -117,11 +122,14 @@ def serve_exports(exports: Mapping[str, Path]) -> Iterator[TritonServer]:
             serving = ServingSettings(model_name=name, **ANY_PORTS)
         except ValidationError as error:
             what = f"{folder}: {first_mistake(error)}"
-            raise UserError(what, f"give it another name: NAME={folder}") from None
+            raise UserError(
+                what, f"give it another name: NAME={folder}", Code.INVALID_VALUE
+            ) from None
         if score_name(name) in exports:
             raise UserError(
                 f"{score_name(name)}: reserved for the scoring model of {name}",
                 f"give it another name: NAME={exports[score_name(name)]}",
+                Code.INVALID_VALUE,
             )
     with TemporaryDirectory(prefix="lathe-playground-") as scratch:
         repository = Path(scratch) / "models"

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError, explain
 from lathe_serving.gateway.errors import ApiError, shutting_down
 from lathe_serving.gateway.triton import Model
 
@@ -225,8 +225,10 @@ class ApiKeys:
         where = f"{KEYS_VARIABLE} {self._path}"
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{where}: {error}", KEYS_HINT) from None
+        except OSError as error:
+            raise UserError(f"{where}: {error}", KEYS_HINT, explain(error).code) from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: {error}", KEYS_HINT, Code.MALFORMED) from None
         names = {}
         for number, line in enumerate(lines, 1):
             key, *rest = line.split() or [""]
@@ -235,10 +237,12 @@ class ApiKeys:
             name = rest[0] if rest else f"line-{number}"
             if len(rest) > 1 or not NAME.fullmatch(name):
                 # The line itself is not quoted: it has a key.
-                raise UserError(f"{where}: line {number} is not a key and a name", KEYS_HINT)
+                raise UserError(
+                    f"{where}: line {number} is not a key and a name", KEYS_HINT, Code.MALFORMED
+                )
             names[sha256(key.encode()).digest()] = name
         if not names:
-            raise UserError(f"{where}: no keys", KEYS_HINT)
+            raise UserError(f"{where}: no keys", KEYS_HINT, Code.MALFORMED)
 
         limits, path = LimitsFile(), self._path.with_name(LIMITS_FILE)
         if path.exists():
@@ -248,12 +252,18 @@ class ApiKeys:
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 field = ".".join(map(str, first["loc"]))
-                raise UserError(f"{path}: {field}: {first['msg']}", LIMITS_HINT) from None
-            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-                raise UserError(f"{path}: {error}", LIMITS_HINT) from None
+                raise UserError(
+                    f"{path}: {field}: {first['msg']}", LIMITS_HINT, Code.INVALID_VALUE
+                ) from None
+            except OSError as error:
+                raise UserError(f"{path}: {error}", LIMITS_HINT, explain(error).code) from None
+            except (UnicodeDecodeError, yaml.YAMLError) as error:
+                raise UserError(f"{path}: {error}", LIMITS_HINT, Code.MALFORMED) from None
         if unknown := limits.keys.keys() - set(names.values()):
             what = f"{path}: no key has the name {min(unknown)}"
-            raise UserError(what, f"write the name after its key in {self._path}")
+            raise UserError(
+                what, f"write the name after its key in {self._path}", Code.UNKNOWN_NAME
+            )
 
         # A name keeps its `Caller`, and so what it has used, whatever changes in the files.
         for name in set(names.values()):

@@ -30,7 +30,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.gateway.admission import Admission, ApiKeys, Limits, Slots
 from lathe_serving.gateway.chat import Conversation, read_chat, render_prompt
 from lathe_serving.gateway.completions import read_completion
@@ -372,7 +372,9 @@ class Server(uvicorn.Server):
             try:
                 listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
             except OSError as error:
-                raise StageError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+                raise StageError(
+                    f"cannot listen on {host}:{port}: {error.strerror}", Code.IN_USE
+                ) from None
             self._sockets.append(listening)
         self._connections = Connections(gateway.admission.limits.connections)
         self._deadline: float | None = None
@@ -399,7 +401,9 @@ class Server(uvicorn.Server):
                 self.config.ssl.load_cert_chain(*tls)
             except (OSError, ssl.SSLError) as error:
                 what = f"{tls[0]}, {tls[1]}: not a certificate and its private key: {error}"
-                raise UserError(what, "give two PEM files, the key without a password") from None
+                raise UserError(
+                    what, "give two PEM files, the key without a password", Code.MALFORMED
+                ) from None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen and answer until SIGTERM."""

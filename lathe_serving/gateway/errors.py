@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.runtime.params import FIELDS
-from lathe_serving.runtime.protocol import BUSY
 
 log = logging.getLogger("lathe")
 
@@ -25,14 +24,17 @@ RETRY_SECONDS = 1
 ENDING = "shutting_down"
 """The error code of a gateway that is shutting down; the client should use another one."""
 
-UNKNOWN, CANCELLED = "unknown model", "cancelled"
-"""Messages of Triton and the backend about a model that is being unloaded."""
+CANCELLED = "cancelled"
+"""The backend's message about a model that is being unloaded."""
 
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class TritonUnavailable(StageError):
     """Triton does not answer, or has ended a stream."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Code.UNREACHABLE)
 
 
 class TritonDied(TritonUnavailable):
@@ -113,11 +115,12 @@ def as_api_error(error: BaseException) -> ApiError:
             value = "" if is_missing else f" (given: {str(first['input'])[:100]!r})"
             return ApiError(400, f"{param}: {message}{value}", param=param)
         case UserError(what=what):
-            if what.startswith(BUSY):
+            if error.code is Code.BUSY:
                 return ApiError(503, what, code="overloaded")
-            if UNKNOWN in what:  # to Triton; the gateway knows it, or would have answered 404
+            if error.code is Code.NOT_FOUND:
+                # Triton has not loaded it; one that the gateway does not know is answered 404.
                 return ApiError(503, "the model is not loaded", code="unavailable")
-            code = "context_length_exceeded" if "positions" in what else None
+            code = "context_length_exceeded" if error.code is Code.TOO_LONG else None
             name = re.split("[: ]", what, maxsplit=1)[0]
             param_name = name if name in FIELDS else None
             return ApiError(400, f"{what}: {error.hint}", param=param_name, code=code)

@@ -36,7 +36,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.gateway.admission import ANYBODY, Admission, Slots
 from lathe_serving.gateway.errors import Json
 from lathe_serving.runtime.protocol import Chunk
@@ -259,6 +259,7 @@ def processor_from_environment() -> "SpanProcessor | None":
         raise UserError(
             f"{named[0]} is set, but OpenTelemetry is not installed: {error}",
             "pip install 'lathe-serving[tracing]' where the gateway runs, or unset the variable",
+            Code.NOT_INSTALLED,
         ) from None
     return BatchSpanProcessor(trace_exporter.OTLPSpanExporter())
 

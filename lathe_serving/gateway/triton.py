@@ -31,12 +31,12 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
 )
 
 from lathe_base.artifacts.sampling import sampling_defaults
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request, response_chunks
 from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.errors import TritonDied, TritonUnavailable
 from lathe_serving.reach import require_address
-from lathe_serving.runtime.protocol import BUSY, CANCEL, Chunk
+from lathe_serving.runtime.protocol import CANCEL, Chunk
 
 MAX_DIGESTS = 4096
 """Maximum number of digests of requests that are quarantined; the oldest are dropped first."""
@@ -108,7 +108,7 @@ def read_models(repository: Path) -> dict[str, Model]:
                 path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig()
             )
         except (text_format.ParseError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: {error}", "deploy the model again") from None
+            raise UserError(f"{path}: {error}", "deploy the model again", Code.MALFORMED) from None
         if not config.model_transaction_policy.decoupled:
             continue  # it scores
         texts = {key: value.string_value for key, value in config.parameters.items()}
@@ -120,7 +120,9 @@ def read_models(repository: Path) -> dict[str, Model]:
                 for key in ("sha256", "max_running", "max_wait_seconds", "aliases")
             }
         except (KeyError, ValueError):
-            raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
+            raise UserError(
+                f"{path}: not written by Lathe", "deploy the model again", Code.WRONG_KIND
+            ) from None
         folder = path.parent / "1"
         ours = _read_key(folder / "config.json", "lathe")
         template = ours.get("chat_template")
@@ -139,7 +141,7 @@ def read_models(repository: Path) -> dict[str, Model]:
         )
     if not models:
         hint = "give the `repository` folder written by `lathe deploy`, or a downloaded release"
-        raise UserError(f"{repository}: no models", hint)
+        raise UserError(f"{repository}: no models", hint, Code.WRONG_KIND)
     return models
 
 
@@ -147,7 +149,9 @@ def _read_key(path: Path, key: str) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: not written by Lathe", "deploy the model again") from None
+        raise UserError(
+            f"{path}: not written by Lathe", "deploy the model again", Code.WRONG_KIND
+        ) from None
 
 
 def models_by_name(models: Iterable[Model]) -> dict[str, Model]:
@@ -163,7 +167,7 @@ def models_by_name(models: Iterable[Model]) -> dict[str, Model]:
                 what = (
                     f"Serving.aliases: {name} is used by both {by_name[name].name} and {model.name}"
                 )
-                raise UserError(what, "deploy one of them again, without it")
+                raise UserError(what, "deploy one of them again, without it", Code.DUPLICATE)
     return by_name
 
 
@@ -192,16 +196,18 @@ class CrashQuarantine:
             async with asyncio.timeout(TURN_SECONDS):
                 await self._turn.acquire()
         except TimeoutError:
-            what = (
-                f"{BUSY}: the model server has crashed, and its requests are being retried one "
-                "by one"
-            )
-            raise UserError(what, "try again later") from None
+            raise UserError(
+                "the model server has crashed, and its requests are being retried one by one",
+                "try again later",
+                Code.BUSY,
+            ) from None
         try:
             # Asked again: the same request, sent twice, may have crashed it while this one waited.
             if self._has_crashed_alone.get(digest):
                 what = "the model server has crashed twice while answering this request"
-                raise UserError(what, "it will not be retried; change the request")
+                raise UserError(
+                    what, "it will not be retried; change the request", Code.INVALID_REQUEST
+                )
             yield
         except TritonDied:
             self._remember(digest, True)

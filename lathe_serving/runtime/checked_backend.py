@@ -10,12 +10,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.grammar import Grammars
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_prompts
-from lathe_serving.runtime.protocol import BUSY, Chunk, InvalidRequest
+from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.text import TokenBytes
 
 COMPILERS = 2  # constraints that are compiled at a time
@@ -85,7 +85,9 @@ class CheckedBackend(ABC):
     def _submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
         if isinstance(prompt, str):
             if not prompt:
-                raise InvalidRequest("text_input is empty", "give at least one character")
+                raise InvalidRequest(
+                    "text_input is empty", "give at least one character", Code.INVALID_VALUE
+                )
             try:
                 ids = self._limit.encode(
                     lambda text: encode_prompts(self.tokenizer, [text])[0], [prompt]
@@ -94,11 +96,14 @@ class CheckedBackend(ABC):
                 raise InvalidRequest(
                     f"text_input has more tokens than the model's {self.n_positions} positions",
                     "shorten it",
+                    Code.TOO_LONG,
                 ) from None
         else:
             ids = list(prompt)
             if not ids:
-                raise InvalidRequest("input_ids is empty", "give at least one token")
+                raise InvalidRequest(
+                    "input_ids is empty", "give at least one token", Code.INVALID_VALUE
+                )
             self._check_ids("input_ids", ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
@@ -110,6 +115,7 @@ class CheckedBackend(ABC):
                 f"{name} {params.branches} exceeds the number of concurrent sequences, "
                 f"{self.max_running}",
                 f"lower {name}, or raise Serving.max_running",
+                Code.INVALID_VALUE,
             )
         # Stop strings that are special tokens, so that `ignore_eos` does not exclude them.
         special = [
@@ -132,7 +138,9 @@ class CheckedBackend(ABC):
         limit = self.vocab_size
         if wrong := [i for i in ids if not 0 <= i < limit]:
             raise InvalidRequest(
-                f"{name}: {wrong[0]} is outside the vocabulary", f"give ids from 0 to {limit - 1}"
+                f"{name}: {wrong[0]} is outside the vocabulary",
+                f"give ids from 0 to {limit - 1}",
+                Code.INVALID_VALUE,
             )
 
     def _max_tokens(self, n_prompt: int, asked: int | None) -> int:
@@ -142,6 +150,7 @@ class CheckedBackend(ABC):
                 f"a prompt of {n_prompt} tokens leaves no room in the model's "
                 f"{self.n_positions} positions",
                 f"shorten it to {self.n_positions - 1} tokens or less",
+                Code.TOO_LONG,
             )
         if asked is None:
             return min(self.default_max_tokens, room)
@@ -150,6 +159,7 @@ class CheckedBackend(ABC):
                 f"a prompt of {n_prompt} tokens and max_tokens {asked} exceed the model's "
                 f"{self.n_positions} positions",
                 f"lower max_tokens to {room} or less, or shorten the prompt",
+                Code.TOO_LONG,
             )
         return asked
 
@@ -178,7 +188,9 @@ class _Preparation:
                 if receiver.cancelled() or not self._is_open:
                     receiver.deliver(Chunk("", [], "cancelled"))
                 elif not submit():
-                    raise UserError(f"{BUSY}: the queue is full", "try again in a moment")
+                    raise UserError(
+                        "the server is busy: the queue is full", "try again in a moment", Code.BUSY
+                    )
             except Exception as error:
                 receiver.deliver(error)
             finally:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.kv_cache import KeyValues, KVCache, MixedCaches
 
 Ids = NDArray[np.int64]
@@ -244,12 +244,12 @@ def read_export(folder: Path) -> dict[str, Any]:
         metadata = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{folder}: no {METADATA}", "give the output folder of the export"
+            f"{folder}: no {METADATA}", "give the output folder of the export", Code.WRONG_KIND
         ) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}", "export again") from None
+        raise UserError(f"{path}: not JSON: {error}", "export again", Code.MALFORMED) from None
     if not isinstance(metadata, dict) or not metadata.keys() >= set(NEEDED):
-        raise UserError(f"{path}: not the metadata of an export", "export again")
+        raise UserError(f"{path}: not the metadata of an export", "export again", Code.WRONG_KIND)
     return metadata
 
 
@@ -259,8 +259,12 @@ def _read_prefix(model: ExportedModel) -> KeyValues:
     try:
         prefix: KeyValues = np.load(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}", "export again") from None
+        raise UserError(
+            f"{path}: cannot be read: {error}", "export again", Code.MALFORMED
+        ) from None
     wanted = (2 * sum(model.n_kv_head), model.n_prefix, model.head_dim)
     if prefix.shape != wanted:
-        raise UserError(f"{path}: has shape {prefix.shape}, not {wanted}", "export again")
+        raise UserError(
+            f"{path}: has shape {prefix.shape}, not {wanted}", "export again", Code.MALFORMED
+        )
     return prefix

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from lathe_base.errors import Code
 from lathe_base.parameters import CONSTRAINTS
 from lathe_serving.runtime.grammar_compiler import (
     JSON_OPTIONS,
@@ -97,7 +98,7 @@ class Grammar:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise _refused(self._matcher.get_error())
+            raise _refused(self._matcher.get_error(), Code.TOO_LARGE)
         mask = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
         mask[self._end_ids] = False
         if self._matcher.is_stopped() or not mask.any():
@@ -161,16 +162,16 @@ class Grammars:
         return self._source.to_str(), self._size, self._end_ids
 
     def _compile(self, constraint: str) -> Any:
-        tokenizer = self._tokenizer
+        tokenizer, code = self._tokenizer, Code.INVALID_VALUE
         try:
             grammar = _to_llguidance(constraint, llguidance())
             error = self._checker.ask(grammar)
         except LimitExceeded as limit:
-            error = str(limit)
+            error, code = str(limit), Code.TOO_LARGE
         except (ValueError, TypeError, RecursionError) as wrong:
             error = str(wrong)
         if error:
-            raise _refused(error)
+            raise _refused(error, code)
         return compiled(grammar, tokenizer)
 
 
@@ -207,9 +208,10 @@ def _to_llguidance(constraint: str, library: Any) -> str:
     return str(library.grammar_from(kind, value))
 
 
-def _refused(error: str) -> GrammarError:
+def _refused(error: str, code: Code) -> GrammarError:
     what = " ".join(error.split())[:MAX_ERROR_CHARACTERS]
     return GrammarError(
         f"structured_outputs: {what}",
         "see https://github.com/guidance-ai/llguidance/tree/main/docs for the supported features",
+        code,
     )

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 LIMITS = {
     # A quarter of llguidance's own: a mask then takes 2 ms at most, while others wait for it.
@@ -52,6 +52,7 @@ def llguidance() -> Any:
         raise UserError(
             "structured_outputs: llguidance is not installed",
             "install it where Triton runs: `make serve-env`, or `pip install llguidance`",
+            Code.NOT_INSTALLED,
         ) from None
     return found
 

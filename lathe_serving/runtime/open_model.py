@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.batcher import PREFILL_CHUNK
 from lathe_serving.runtime.exported_model import MODEL, ExportedModel
 from lathe_serving.runtime.session import OnnxModel
@@ -93,6 +93,7 @@ def _open_openvino(reference: OnnxModel, threads: int) -> ExportedModel:
         raise UserError(
             f"OpenVINO cannot be imported: {error}",
             "pip install openvino onnx, or set Serving.runtime=onnxruntime",
+            Code.NOT_INSTALLED,
         ) from None
     model = OpenVINOModel(reference.folder, threads)
     _require_agreement(reference, model, "OpenVINO")
@@ -112,6 +113,7 @@ def _require_agreement(reference: OnnxModel, model: ExportedModel, name: str) ->
         raise UserError(
             f"{reference.folder}: the export has no data to check {name}",
             "export the model again, or set Serving.runtime=onnxruntime",
+            Code.INCOMPLETE,
         )
     difference = mean_difference(reference, model, samples)
     if not difference <= limit:
@@ -119,6 +121,7 @@ def _require_agreement(reference: OnnxModel, model: ExportedModel, name: str) ->
             f"{reference.folder}: on this machine, the logits of {name} differ from onnxruntime's "
             f"by {difference:.3g} on average (limit {limit:.3g})",
             "set Serving.runtime=onnxruntime",
+            Code.NOT_PROVED,
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import onnxruntime as ort  # type: ignore[import-untyped]
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 CPUINFO = Path("/proc/cpuinfo")
 ROUNDED_INPUT = 4  # `accuracy_level` of `MatMulNBits` with inputs in 8 bits
@@ -42,7 +42,9 @@ def open_session(
     except Exception as error:
         first = str(error).splitlines()[0]
         what = "graph" if isinstance(model, bytes) else model
-        raise UserError(f"{what}: onnxruntime cannot load it: {first}", "export again") from error
+        raise UserError(
+            f"{what}: onnxruntime cannot load it: {first}", "export again", Code.CORRUPT
+        ) from error
 
 
 def saturates(cpuinfo: str) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import openvino
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import MODEL, ExportedModel, Ids, Logits
 from lathe_serving.runtime.kv_cache import KVCache, MixedCaches, PagedCache
 from lathe_serving.runtime.openvino_graph import LAYOUT, MAX_CONTEXT_INPUT, translate
@@ -46,6 +46,7 @@ class OpenVINOModel(ExportedModel):
             raise UserError(
                 f"{folder}: OpenVINO does not support float16 exports",
                 "set Serving.runtime=onnxruntime, or export with Export.dtype=float32",
+                Code.UNSUPPORTED,
             )
         core = openvino.Core()
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -67,6 +68,7 @@ class OpenVINOModel(ExportedModel):
             raise UserError(
                 f"{self.folder / MODEL}: OpenVINO cannot load it: {str(error).splitlines()[0]}",
                 "set Serving.runtime=onnxruntime, or export again",
+                Code.UNSUPPORTED,
             ) from error
         if self.prefix is not None and self._is_bfloat16:
             self.prefix = _as_bfloat16(self.prefix)

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 FinishReason = Literal["", "stop", "length", "timeout", "cancelled"]
 PROMPTS = ("text_input", "input_ids")  # inputs of the generating model, which needs one of them
 CANCEL = "cancel"  # parameter of a request that cancels another, whose id is its value
 REQUEST_ID = "request_id"  # parameter that names a request over HTTP, where Triton knows no id
-BUSY = "the server is busy"  # how the error of a full queue begins
+CODE = "\n  code: "  # stands before the code at the end of an error's message
 VLLM_FORMAT = "compressed-tensors"  # the folder of an export that the runtime vllm loads
 # Inputs of the scoring model: either all of the first, or all of the second.
 TOKENS = ("tokens", "index", "targets")
@@ -57,6 +57,11 @@ class Chunk:
     lengths: list[int] = field(default_factory=list)
 
 
+def error_message(error: Exception) -> str:
+    """What a response has for an error: its message and its code."""
+    return f"{error}{CODE}{error.code}" if isinstance(error, UserError) else str(error)
+
+
 def score_name(model_name: str) -> str:
     """Name of the Triton model that scores with `model_name`'s weights."""
     return f"{model_name}-score"
@@ -74,4 +79,4 @@ def decode(value: bytes, name: str) -> str:
         return value.decode()
     except UnicodeDecodeError as error:
         what = f"{name} is not UTF-8: byte {value[error.start]:#04x} at offset {error.start}"
-        raise UserError(what, "send UTF-8 text") from None
+        raise UserError(what, "send UTF-8 text", Code.MALFORMED) from None

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import ExportedModel
 from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_pairs, encode_prompts
 from lathe_serving.runtime.protocol import TokenScores
@@ -55,7 +55,9 @@ def score_text(
         UserError: one of them is empty, or together they exceed the model's positions.
     """
     if not text or not continuation:
-        raise UserError("text_input or continuation is empty", "give at least one character")
+        raise UserError(
+            "text_input or continuation is empty", "give at least one character", Code.INVALID_VALUE
+        )
     try:
         limit.require(lambda part: encode_prompts(tokenizer, [part])[0], text + continuation)
     except TooManyTokens:
@@ -63,6 +65,7 @@ def score_text(
             f"text_input and continuation have more tokens than the model's {model.n_positions} "
             "positions",
             "shorten them",
+            Code.TOO_LONG,
         ) from None
     before, after = encode_pairs(tokenizer, [(text, continuation)])[0]
     tokens = np.array([[*before, *after[:-1]]], np.int64)
@@ -83,10 +86,16 @@ def _check(
         or tokens.shape[:1] != index.shape[:1]
     ):
         raise UserError(
-            f"tokens, index and targets have the shapes {shapes}", "give (B, T), (B, k) and (B, k)"
+            f"tokens, index and targets have the shapes {shapes}",
+            "give (B, T), (B, k) and (B, k)",
+            Code.INVALID_VALUE,
         )
     if not all(array.size for array in (tokens, index)):
-        raise UserError(f"nothing to score in the shapes {shapes}", "give at least one target")
+        raise UserError(
+            f"nothing to score in the shapes {shapes}",
+            "give at least one target",
+            Code.INVALID_VALUE,
+        )
     limits = {
         "token": (tokens, model.vocab_size),
         "target": (targets, model.vocab_size),
@@ -96,4 +105,6 @@ def _check(
     for name, (values, limit) in limits.items():
         if values.min() < 0 or values.max() >= limit:
             wrong = values.max() if values.max() >= limit else values.min()
-            raise UserError(f"{name} {wrong} is out of range", f"give 0 to {limit - 1}")
+            raise UserError(
+                f"{name} {wrong} is out of range", f"give 0 to {limit - 1}", Code.INVALID_VALUE
+            )

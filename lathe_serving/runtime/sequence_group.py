@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.grammar import Grammar
 from lathe_serving.runtime.lookup import Lookup
@@ -118,6 +118,7 @@ class SequenceGroup(ABC):
                 UserError(
                     f"no token within timeout_seconds {timeout:g}",
                     "try again in a moment, or raise timeout_seconds",
+                    Code.TIMEOUT,
                 )
             )
         return False

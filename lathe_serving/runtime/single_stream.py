@@ -17,7 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import MODEL, Ids, Logits
 from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache
 from lathe_serving.runtime.open_session import ROUNDED_INPUT, open_session
@@ -46,6 +46,7 @@ class SingleStreamModel(OnnxModel):
                 raise UserError(
                     f"{folder}: has no INT8 linears, which the single-stream runtime requires",
                     "set Serving.runtime=onnxruntime",
+                    Code.UNSUPPORTED,
                 )
             self.single_stream = OnnxModel(folder, threads, open_session(graph, threads))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.prompt import bos_ids
 
 # GPT-2's alphabet: printable bytes stand for themselves, the rest follow from U+0100.
@@ -54,6 +54,7 @@ class TokenBytes:
                 raise UserError(
                     f"tokenizer.json: token {token!r} is not byte-level BPE",
                     "use a model with a GPT-2-style or SentencePiece tokenizer",
+                    Code.UNSUPPORTED,
                 )
         self.longest = max(map(len, self._bytes.values()))
 

@@ -33,7 +33,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.checked_backend import CheckedBackend
 from lathe_serving.runtime.contract import Receiver, Watcher
 from lathe_serving.runtime.exported_model import end_ids, read_export
@@ -91,11 +91,13 @@ class VLLMEngine(CheckedBackend):
             raise UserError(
                 f"{folder}: has no {VLLM_FORMAT}, which the runtime {runtime} loads",
                 f"export the model again with Export.formats=[{VLLM_FORMAT}]",
+                Code.INCOMPLETE,
             )
         if speculates:
             raise UserError(
                 f"Serving.speculation is not supported by the runtime {runtime}",
                 "set Serving.speculation=off, or Serving.runtime=onnxruntime",
+                Code.UNSUPPORTED,
             )
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -109,6 +111,7 @@ class VLLMEngine(CheckedBackend):
             raise UserError(
                 f"vLLM cannot be imported: {error}",
                 "run `make vllm-env`, or set Serving.runtime=onnxruntime",
+                Code.NOT_INSTALLED,
             ) from None
         # Triton's stub is not the interpreter that its environment has first on PATH.
         if not Path(sys.executable or "").name.startswith("python"):
@@ -135,6 +138,7 @@ class VLLMEngine(CheckedBackend):
             raise UserError(
                 f"{folder / VLLM_FORMAT}: vLLM cannot load it: {error}",
                 "see the log above, or set Serving.runtime=onnxruntime",
+                Code.UNSUPPORTED,
             ) from error
         self._look = asyncio.run_coroutine_threadsafe(self._look_for_ends(), self._loop)
 
@@ -195,6 +199,7 @@ class VLLMEngine(CheckedBackend):
                 raise InvalidRequest(
                     f"the runtime vllm does not support {what}",
                     f"{cure}, or set Serving.runtime=onnxruntime",
+                    Code.UNSUPPORTED,
                 )
         if params.structured_outputs:  # in a process with limits, which vLLM does not have
             self.grammars.start(params.structured_outputs, params.stop_token_ids)
@@ -322,6 +327,7 @@ class _Group:
                 UserError(
                     f"no token within timeout_seconds {timeout:g}",
                     "try again in a moment, or raise timeout_seconds",
+                    Code.TIMEOUT,
                 )
             )
         self._abort()

@@ -142,7 +142,7 @@ def _listed(cluster: Cluster, method: str, *arguments: str) -> list[Any]:
     try:
         return list(cluster.ask(getattr(core, method), *arguments).items)
     except UserError as error:
-        raise UserError(f"{NOT_CHECKED}{error.what}", error.hint) from None
+        raise UserError(f"{NOT_CHECKED}{error.what}", error.hint, error.code) from None
 
 
 def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 MONTHS = ["JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC"]
 WEEKDAYS = ["SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT"]
@@ -74,16 +74,19 @@ def parse_cron(text: str) -> Cron:
         raise UserError(
             f"cron {text!r}: has five fields, but Kubeflow's cron has six, seconds first",
             f'put a 0 before it: "0 {text.strip()}"',
+            Code.INVALID_VALUE,
         )
     if len(parts) != len(FIELDS):
-        raise UserError(f"cron {text!r}: {len(parts)} fields instead of six", HINT)
+        raise UserError(
+            f"cron {text!r}: {len(parts)} fields instead of six", HINT, Code.INVALID_VALUE
+        )
     second, minute, hour, day, month, weekday = (
         _values(text, part, *field) for part, field in zip(parts, FIELDS, strict=True)
     )
     free = [part[0] in "*?" for part in (parts[3], parts[5])]
     cron = Cron(second, minute, hour, day, month, weekday, any_day_is_enough=not any(free))
     if not any(True for _ in cron.after(datetime(2024, 1, 1, tzinfo=UTC))):
-        raise UserError(f"cron {text!r}: this date does not exist", HINT)
+        raise UserError(f"cron {text!r}: this date does not exist", HINT, Code.INVALID_VALUE)
     return cron
 
 
@@ -95,7 +98,9 @@ def _values(
     for item in field.upper().split(","):
         match = re.fullmatch(r"(\*|\?|\w+)(?:-(\w+))?(?:/(\d+))?", item)
         if not match or (match[1] in "*?" and match[2]):
-            raise UserError(f"cron {text!r}: {name}: {item!r} is not valid", HINT)
+            raise UserError(
+                f"cron {text!r}: {name}: {item!r} is not valid", HINT, Code.INVALID_VALUE
+            )
         first, last, step = match.groups()
         begin: int | None = low
         end: int | None = high
@@ -105,7 +110,11 @@ def _values(
             end = _number(last, low, names) if last else high if step else begin
         if begin is None or end is None or not low <= begin <= end <= high or step == "0":
             known = f", or {names[0]} to {names[-1]}" if names else ""
-            raise UserError(f"cron {text!r}: {name}: {item!r} is not in {low}-{high}{known}", HINT)
+            raise UserError(
+                f"cron {text!r}: {name}: {item!r} is not in {low}-{high}{known}",
+                HINT,
+                Code.INVALID_VALUE,
+            )
         values.update(range(begin, end + 1, int(step or 1)))
     return frozenset(values)
 

@@ -19,7 +19,7 @@ from components.machines import Pool
 from lathe.backends import paddle_backend
 from lathe_base.checks import Check, Finding, State, findings_table, run_checks
 from lathe_base.config.settings import LaunchSettings, Placements
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import exists
 from lathe_launch.cluster.access import pipeline_root, require_account
 from lathe_launch.cluster.api import Cluster
@@ -142,6 +142,7 @@ def _triton() -> str:
         raise UserError(
             f"{version}, as in images of the CPU flavour, has published vulnerabilities",
             "`make audit` lists them, and docs/security.md describes the mitigations",
+            Code.WRONG_VERSION,
         )
     return version
 

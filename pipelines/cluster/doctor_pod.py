@@ -14,7 +14,7 @@ from components.machines import Pool
 from lathe_base.checks import Finding
 from lathe_base.config.settings import Placements
 from lathe_base.config.settings.placement import USER
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.provenance.keys import MOUNTED
 from lathe_launch.cluster.api import LABELS, Cluster
 from lathe_launch.cluster.logs import LogFollower
@@ -175,7 +175,7 @@ def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
             return None
         message = unschedulable(pod)
         if message and waited > SCHEDULING_SECONDS:
-            raise NoRoom(message)
+            raise NoRoom(message, Code.NO_ROOM)
         for status in waiting:
             reason, said = status.state.waiting.reason, status.state.waiting.message
             if reason in IMAGE_PULL:
@@ -186,7 +186,9 @@ def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
                 return Finding("secrets and settings", "broken", f"{reason}: {said}", hint)
         if waited > STARTING_SECONDS:
             said = "; ".join(cluster.warnings(name)[-2:]) or "no events explain why"
-            raise StageError(f"pod {name} has not started after {STARTING_SECONDS:.0f} s: {said}")
+            raise StageError(
+                f"pod {name} has not started after {STARTING_SECONDS:.0f} s: {said}", Code.TIMEOUT
+            )
         time.sleep(POLL_SECONDS)
 
 
@@ -198,12 +200,12 @@ def _wait_for_end(cluster: Cluster, name: str) -> int:
             if status.name == CONTAINER and status.state.terminated:
                 return int(status.state.terminated.exit_code)
         if pod.status.phase in ("Succeeded", "Failed"):
-            raise StageError(f"pod {name}: {pod.status.reason}: {pod.status.message}")
+            raise StageError(f"pod {name}: {pod.status.reason}: {pod.status.message}", Code.FAILED)
         time.sleep(POLL_SECONDS)
 
 
 def _read(cluster: Cluster, name: str) -> Any:
     pod = cluster.pod(name)
     if pod is None:
-        raise StageError(f"pod {name} was deleted by another process")
+        raise StageError(f"pod {name} was deleted by another process", Code.NOT_RUNNING)
     return pod

@@ -21,7 +21,7 @@ from tenacity import RetryCallState, retry, stop_after_delay, wait_exponential
 
 from lathe.report.results import Results
 from lathe.report.usage import total
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError, coded
 from lathe_launch.cluster.api import REJECTED_SECONDS
 from lathe_launch.cluster.reasons import OOM
 from pipelines.cluster.pods import Pods, Step, open_pods
@@ -109,23 +109,24 @@ def explain_failure(
 ) -> Iterator[str]:
     """The failed steps' error messages and last log lines."""
     if run.error and run.error.message:
-        yield f"error: {run.error.message}"
+        yield coded(StageError(run.error.message, Code.FAILED))
     failed = [step for step in steps if step.state == "FAILED"]
     # If no step has failed, its pod could not be made, or its driver has failed.
     said = pods.workflow_errors() if pods and not failed else []
-    yield from (f"error: {text}" for text in said)
+    yield from (coded(StageError(text, Code.FAILED)) for text in said)
     if any("service account" in text or "forbidden" in text for text in said):
         yield f"  hint: {UI_ACCOUNT}"
     namespace = client.steps_namespace
     for step in failed:
         if pods and step.pod:
-            message, tail = pods.error(step)
+            error, tail = pods.error(step)
             if step.why and not tail:  # its pod ended before it could say anything
-                message = f"{step.name}: {step.why}"
+                code = Code.OUT_OF_MEMORY if OOM in step.why else Code.FAILED
+                error = StageError(f"{step.name}: {step.why}", code)
             if tail:
                 yield f"last lines of {step.name}:"
                 yield from (f"    {line}" for line in tail)
-            yield f"error: {message}"
+            yield coded(error)
             if OOM in step.why:
                 yield f"  hint: make resume RUN={run.run_id} proposes how much more memory to give"
             yield f"the whole log: kubectl -n {namespace} logs {step.pod} -c main"
@@ -136,11 +137,12 @@ def explain_failure(
                 words.failed = step.name
                 for line in log.splitlines():
                     deque(words.feed(line), maxlen=0)  # what it would print is not of interest
-                yield f"error: {words.error()}"
+                yield coded(words.error())
                 break
         else:
             pods_of_step = f"-l pipeline/runid={run.run_id},lathe/stage={step.name} -c main"
-            yield f"error: {step.name}: its log: kubectl -n {namespace} logs {pods_of_step}"
+            log = f"{step.name}: its log: kubectl -n {namespace} logs {pods_of_step}"
+            yield coded(StageError(log, Code.FAILED))
 
 
 def _pods_below(run: Any, step: Step) -> list[str]:
@@ -298,7 +300,8 @@ def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
             130,
         )
     if state != "SUCCEEDED":
-        fail(f"error: the run has {OUTCOMES.get(state, state.lower())}: {page}", 1)
+        what = f"the run has {OUTCOMES.get(state, state.lower())}: {page}"
+        fail(coded(StageError(what, Code.FAILED)), StageError.status)
     show_results(client, run_id)
     print("the run has succeeded")
 

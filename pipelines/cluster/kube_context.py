@@ -7,7 +7,7 @@ import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes import config
 
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 
@@ -28,7 +28,7 @@ def open_cluster(namespace: str) -> Cluster:
     try:
         load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
     except config.ConfigException as error:
-        raise StageError(f"no kube context: {error}") from None
+        raise StageError(f"no kube context: {error}", Code.UNAUTHORIZED) from None
     return Cluster(kubernetes.ApiClient(settings), namespace, ROLE, patience=PATIENCE_SECONDS)
 
 

@@ -117,8 +117,8 @@ class Pods:
                 log.follower.finish(LOG_SECONDS)
         return list(steps.values())
 
-    def error(self, step: Step) -> tuple[str, list[str]]:
-        """A failed step's own message, and the last lines of its log: only Lathe's own if there are
+    def error(self, step: Step) -> tuple[StageError, list[str]]:
+        """A failed step's own error, and the last lines of its log: only Lathe's own if there are
         any, because Pipelines' executor and launcher write many."""
         log = self._logs.get(step.pod) or self._read(step, None)
         log.words.failed = step.name

@@ -24,7 +24,7 @@ from lathe_base import storage
 from lathe_base.checks import Check, Finding
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Placements, Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage.splits import locate
 from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
 from pipelines.cluster.registry import check_image, image_labels
@@ -76,7 +76,9 @@ class Preflight:
             return connect()
         except StageError as error:
             look = "kubectl -n kubeflow logs deployment/ml-pipeline"
-            raise UserError(str(error), f"try again later; check its log: {look}") from None
+            raise UserError(
+                str(error), f"try again later; check its log: {look}", error.code
+            ) from None
 
     def checks(self) -> Iterator[Check]:
         """All that can be checked before the pipeline is built."""
@@ -160,11 +162,11 @@ class Preflight:
                 default = ResultsReader(self.client).readable_default_root()
                 within(STORE_SECONDS, default, storage.exists, f"{default}/")
             except UserError as error:
-                raise StageError(str(error)) from None
+                raise StageError(str(error), error.code) from None
         elif urlsplit(root).scheme not in ("s3", "minio"):
-            raise StageError(f"{root} is not on S3")
+            raise StageError(f"{root} is not on S3", Code.UNSUPPORTED)
         elif not os.environ.get("AWS_ACCESS_KEY_ID") and "LATHE_S3_SECRET_DIR" not in os.environ:
-            raise StageError(f"AWS_ACCESS_KEY_ID is not set here for {root}")
+            raise StageError(f"AWS_ACCESS_KEY_ID is not set here for {root}", Code.MISSING_OPTION)
         else:
             probe = f"{root.rstrip('/')}/.lathe-probe-{uuid.uuid4().hex}"
             storage.write_text(probe, "")
@@ -187,6 +189,7 @@ class Preflight:
             raise UserError(
                 f"model {value}: Pipelines cannot import a model from a volume",
                 "upload it to Pipelines' own store, and give that address",
+                Code.UNSUPPORTED,
             )
         if not is_here or value.startswith(NO_ADDRESSES.get(key, ())):
             return
@@ -194,6 +197,7 @@ class Preflight:
             f"{key} {value}: a local path, which the cluster cannot access",
             f"upload it: python -m lathe_base.storage put {location} "
             f"s3://BUCKET/{Path(location).name} and give that address",
+            Code.BAD_PATH,
         )
 
 
@@ -209,7 +213,7 @@ def _check_support(name: str, stage: str, recipe: Callable[[], Recipe], pool: Po
     try:
         backends.of(settings).check_support(stage, settings, has_gpu=bool(pool.gpus))
     except UserError as error:
-        raise UserError(f"recipe {name}: {error.what}", error.hint) from None
+        raise UserError(f"recipe {name}: {error.what}", error.hint, error.code) from None
 
 
 def _check_keys(name: str, recipe: Recipe) -> None:
@@ -219,6 +223,7 @@ def _check_keys(name: str, recipe: Recipe) -> None:
             "access",
             "kubectl -n lathe create configmap lathe-verification-keys --from-file=signing.pub, "
             "and remove Production.keys",
+            Code.UNSUPPORTED,
         )
 
 
@@ -228,7 +233,9 @@ def _check_layout(name: str, recipe: Recipe, pool: Pool) -> None:
         resolve_batch(recipe, dp * sharding)
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
-        raise UserError(f"recipe {name} with {machines}: {error.what}", error.hint) from None
+        raise UserError(
+            f"recipe {name} with {machines}: {error.what}", error.hint, error.code
+        ) from None
 
 
 def _check_fit(name: str, recipe: Recipe, pool: Pool, placements: Placements) -> None:
@@ -242,7 +249,7 @@ def _check_fit(name: str, recipe: Recipe, pool: Pool, placements: Placements) ->
     except UserError as error:
         machines = f"NODES={pool.nodes} GPUS={pool.gpus}"
         hint = f"{error.hint} (make submit: NO_TRY=1)"
-        raise UserError(f"recipe {name} with {machines}: {error.what}", hint) from None
+        raise UserError(f"recipe {name} with {machines}: {error.what}", hint, error.code) from None
 
 
 def _check_image(image: str, gpus: int) -> None:
@@ -252,4 +259,5 @@ def _check_image(image: str, gpus: int) -> None:
             f"image {image} is CPU-only, but GPUS={gpus} requests GPUs",
             f"make images FLAVOUR=cuda && make push REGISTRY={image.rpartition('/')[0]} "
             "FLAVOUR=cuda, or GPUS=0",
+            Code.NO_GPU,
         )

@@ -8,7 +8,7 @@ from urllib.parse import urlencode
 
 import urllib3
 
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.storage.network import pool
 
 MANIFESTS = ", ".join(
@@ -66,7 +66,9 @@ def check_image(image: str) -> None:
     """
     reference = parse(image)
     if reference.registry == "localhost":
-        raise StageError("a local image name: the nodes must already have the image")
+        raise StageError(
+            "a local image name: the nodes must already have the image", Code.NOT_FOUND
+        )
     _ask(image, f"manifests/{reference.tag}", "HEAD")
 
 
@@ -91,7 +93,7 @@ def image_labels(image: str) -> dict[str, str]:
         return dict(config["config"].get("Labels") or {})
     except (KeyError, IndexError, TypeError, AttributeError):
         raise StageError(
-            f"{reference.registry} does not return the image's configuration"
+            f"{reference.registry} does not return the image's configuration", Code.SERVER_ERROR
         ) from None
 
 
@@ -99,7 +101,9 @@ def _read(image: str, path: str) -> Any:
     try:
         return _ask(image, path).json()
     except ValueError:
-        raise StageError(f"{parse(image).registry} answers, but not with JSON") from None
+        raise StageError(
+            f"{parse(image).registry} answers, but not with JSON", Code.SERVER_ERROR
+        ) from None
 
 
 def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse:
@@ -113,16 +117,19 @@ def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse
             headers["Authorization"] = f"Bearer {token}"
             response = _request(method, url, headers)
     except (urllib3.exceptions.HTTPError, ssl.SSLError) as error:
-        raise StageError(f"{reference.registry} cannot be reached from here: {error}") from None
+        raise StageError(
+            f"{reference.registry} cannot be reached from here: {error}", Code.UNREACHABLE
+        ) from None
     if response.status == 404:  # which is also what some say of a private image
         raise StageError(
             f"{reference.registry} does not have it, or requires authentication: make images && "
-            f"make push REGISTRY={image.rpartition('/')[0]}"
+            f"make push REGISTRY={image.rpartition('/')[0]}",
+            Code.NOT_FOUND,
         )
     if response.status in (401, 403):
-        raise StageError(f"{reference.registry} requires authentication")
+        raise StageError(f"{reference.registry} requires authentication", Code.UNAUTHORIZED)
     if response.status != 200:
-        raise StageError(f"{reference.registry} answers {response.status}")
+        raise StageError(f"{reference.registry} answers {response.status}", Code.SERVER_ERROR)
     return response
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lathe.report.results import Results, read_results, rows
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import uri_scheme
 from lathe_launch.cluster.access import PIPELINES_ROOT
 from lathe_launch.usage import PREFIX
@@ -98,6 +98,7 @@ class ResultsReader:
         raise UserError(
             f"the server's artifact location is unknown: {reason}",
             f"set {ROOT} to the defaultPipelineRoot of the ConfigMap {LAUNCHER}",
+            Code.MISSING_OPTION,
         )
 
 
@@ -105,17 +106,19 @@ def _readable(root: str) -> str:
     root = root.partition("?")[0].rstrip("/")
     scheme = urlsplit(root).scheme
     if scheme not in ("s3", "minio"):
-        raise UserError(f"{root}: not on S3", "look at the report in the UI")
+        raise UserError(f"{root}: not on S3", "look at the report in the UI", Code.UNSUPPORTED)
     if not any(os.environ.get(key) for key in KEYS):
         raise UserError(
             f"{root}: the store's keys are not set",
             "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_ENDPOINT_URL if it is not "
             "Amazon's",
+            Code.UNAUTHORIZED,
         )
     if scheme == "minio" and not os.environ.get("AWS_ENDPOINT_URL"):
         raise UserError(
             f"{root}: the store's address as seen from this machine is not set",
             "set AWS_ENDPOINT_URL; for the store of Pipelines: kubectl -n kubeflow port-forward "
             "svc/seaweedfs 9000:9000, and http://localhost:9000",
+            Code.MISSING_OPTION,
         )
     return root

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import list_objects
 from lathe_launch.cluster.memory import more_memory
 from pipelines.cluster.follow import Logs
@@ -66,6 +66,7 @@ def require_enough_memory(client: Client, run: str) -> None:
                 f"run {run}: {step} was killed because it needed more memory than its limit"
                 + (f" of {limit}" if limit else ""),
                 f"make resume RUN={run} {proposed}, or FORCE=1 to try with the same",
+                Code.OUT_OF_MEMORY,
             )
 
 
@@ -119,12 +120,14 @@ def main(
             raise UserError(
                 f"run {run} ({before.display_name!r}) is not a run of Lathe's pipelines",
                 f"its pipeline is {name}, and none of {', '.join(FUNCTIONS)}",
+                Code.WRONG_KIND,
             )
         if run_state(before) == "SUCCEEDED" and not is_forced:
             raise UserError(
                 f"run {run} ({before.display_name}) has succeeded",
                 "FORCE=1 (--force) starts another that repeats its "
                 f"{', '.join(NOT_REUSED[:-1])} and {NOT_REUSED[-1]}",
+                Code.EXISTS,
             )
         if not memory and not is_forced:
             require_enough_memory(client, run)

@@ -29,7 +29,7 @@ from lathe.report.results import Results, read_results, read_text
 from lathe.report.summary import columns
 from lathe.report.usage import shown, usage_table
 from lathe_base.artifacts.kinds import PAGE
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import atomic_file, claim_output_file
 from lathe_launch.usage import Usage
 from pipelines.cluster.follow import list_steps
@@ -134,13 +134,19 @@ def find_run(name: str, client: Client | None = None) -> Run:
     if name and folder.parent == RUNS and (folder / RUN_LOG).is_file():
         return local_run(folder)
     if not name:
-        raise UserError("no run is named", "give RUN=, an id or a name that `make runs` lists")
+        raise UserError(
+            "no run is named",
+            "give RUN=, an id or a name that `make runs` lists",
+            Code.MISSING_OPTION,
+        )
     client = client or connect()
     with answers():
         found = client.runs.run_service_get_run(name)
         run = _cluster_run(ResultsReader(client), found, _usage_of_pods(client))
     if run.missing:
-        raise UserError(f"run {name}: {run.missing}", "see docs/how-to/cluster-runs.md#results")
+        raise UserError(
+            f"run {name}: {run.missing}", "see docs/how-to/cluster-runs.md#results", Code.NOT_FOUND
+        )
     return run
 
 
@@ -282,6 +288,7 @@ def fetch_report(run: Run, output: Path) -> None:
         raise UserError(
             f"run {run.id}: has no report",
             "the run has not reached that step, or Pipelines reused an earlier run's outputs",
+            Code.NOT_FOUND,
         )
     claim_output_file(output, PAGE)
     text = read_text(run.results.page)
@@ -351,7 +358,11 @@ def compare_command(
     with error_messages():
         names = [name.strip() for name in runs.split(",") if name.strip()]
         if len(names) < 2:
-            raise UserError(f"compare {runs!r}: at least two runs are required", "give RUN=a,b")
+            raise UserError(
+                f"compare {runs!r}: at least two runs are required",
+                "give RUN=a,b",
+                Code.MISSING_OPTION,
+            )
         details = [find_run(name) for name in names]
     wide_console(LIST_COLUMNS).print(
         comparison_table(

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from pipelines.cluster.cron import HINT, parse_cron
 from pipelines.cluster.follow import ENDED
@@ -109,7 +109,8 @@ def end_runs(client: Client, listed: list[Any], wait: bool) -> None:
             raise StageError(
                 f"{', '.join(reported.values())}: terminated, but still running after "
                 f"{END_SECONDS:.0f} "
-                "s: the schedule was not changed, try again later"
+                "s: the schedule was not changed, try again later",
+                Code.TIMEOUT,
             )
         time.sleep(POLL_SECONDS)
 
@@ -146,6 +147,7 @@ def stale_schedules(cluster: Cluster) -> str:
         raise UserError(
             f"{what}, and new runs {', '.join(sorted(current))}",
             "create them again after the upgrade of Pipelines: make schedule",
+            Code.WRONG_VERSION,
         )
     return ", ".join(schedule["metadata"]["name"] for schedule in found[SCHEDULED[2]])
 

@@ -17,7 +17,7 @@ import urllib3
 from kfp.client.token_credentials_base import TokenCredentialsBase
 from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 
-from lathe_base.errors import StageError, UserError, printable
+from lathe_base.errors import Code, StageError, UserError, printable
 from lathe_base.storage.network import authorities, proxy_for
 from lathe_launch.cluster.kubeconfig import load_kubeconfig
 from pipelines.cluster.kube_context import open_cluster
@@ -144,16 +144,18 @@ def connect() -> Client:
     token, authority = variable("LATHE_KFP_TOKEN_FILE"), variable("LATHE_KFP_CA")
     for key, path in (("LATHE_KFP_TOKEN_FILE", token), ("LATHE_KFP_CA", authority)):
         if path and not Path(path).is_file():
-            raise UserError(f"{key}={path}: no such file", "check the path")
+            raise UserError(f"{key}={path}: no such file", "check the path", Code.NOT_FOUND)
         if path and not Path(path).stat().st_size:  # of a redirected command that failed
             raise UserError(
                 f"{key}={path}: the file is empty",
                 "create it again: docs/how-to/cluster-runs.md#sign-in",
+                Code.UNAUTHORIZED,
             )
     if not endpoint() and not has_kube_context():
         raise UserError(
             "no Kubeflow Pipelines: LATHE_KFP_ENDPOINT is not set, and there is no kube context",
             "set LATHE_KFP_ENDPOINT to the address of the UI, or KUBECONFIG",
+            Code.MISSING_OPTION,
         )
     if not endpoint() and not IN_CLUSTER.is_file():
         open_cluster(KUBEFLOW)  # says what is wrong with the kube context; KFP's client does not
@@ -190,12 +192,14 @@ def _choose_namespace(client: Client, is_multi_user: bool | None) -> None:
         raise UserError(
             f"{_asked()}: answers, but not as Kubeflow Pipelines: perhaps with a login page",
             SIGN_IN,
+            Code.SERVER_ERROR,
         )
     if is_multi_user and not namespace:
         raise UserError(
             f"{_asked()} is in multi-user mode, but LATHE_KFP_NAMESPACE is not set",
             "set LATHE_KFP_NAMESPACE to the namespace that manifests/ was applied to, such as "
             "lathe",
+            Code.MISSING_OPTION,
         )
     client.namespace = namespace if is_multi_user else None
     client.steps_namespace = namespace or KUBEFLOW
@@ -220,28 +224,36 @@ def answers() -> Iterator[None]:
     except kfp_server_api.ApiException as error:
         if error.status in (401, 403):
             what = f"{_asked()}: {REFUSALS[error.status]} ({error.status}): {_message(error)}"
-            raise UserError(what, _cure(error)) from None
-        raise StageError(f"{_asked()}: {error.status} {_message(error)}") from None
+            raise UserError(
+                what, _cure(error), Code.UNAUTHORIZED if error.status == 401 else Code.FORBIDDEN
+            ) from None
+        raise StageError(
+            f"{_asked()}: {error.status} {_message(error)}", Code.SERVER_ERROR
+        ) from None
     except ValueError as error:
         if "header value" not in str(error):
             raise
         names = [name for name in CREDENTIALS if os.environ.get(name)] or ["the kube context"]
         raise UserError(  # whose own message would contain the secret
-            f"{' or '.join(names)}: has a line break within", "write the token on one line"
+            f"{' or '.join(names)}: has a line break within",
+            "write the token on one line",
+            Code.UNAUTHORIZED,
         ) from None
     except ConfigException as error:  # the kubeconfig's exec plugin, asked for another token
-        raise StageError(f"no kube context: {error}") from None
+        raise StageError(f"no kube context: {error}", Code.UNAUTHORIZED) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         reason = getattr(error, "reason", None) or error
         if "CERTIFICATE_VERIFY_FAILED" in str(reason):
             raise UserError(
                 f"{_asked()}: its certificate is not signed by a trusted authority",
                 "set LATHE_KFP_CA to the certificate file of the authority that signed it",
+                Code.UNTRUSTED,
             ) from None
         raise UserError(
             f"{_asked()}: no answer: {reason}",
             "check LATHE_KFP_ENDPOINT or LATHE_KFP_CONTEXT, and the network (for a port-forward: "
             "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80)",
+            Code.UNREACHABLE,
         ) from None
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from lathe_base.errors import EXPECTED_ERRORS, UserError, explain
+from lathe_base.errors import EXPECTED_ERRORS, UserError, coded, explain
 
 
 @contextmanager
@@ -14,10 +14,10 @@ def error_messages() -> Iterator[None]:
     try:
         yield
     except ExceptionGroup as group:
-        fail("\n".join(f"error: {error}" for error in group.exceptions), UserError.status)
+        fail("\n".join(map(coded, group.exceptions)), UserError.status)
     except EXPECTED_ERRORS as error:
-        message = explain(error)
-        fail(f"error: {message}", message.status)
+        told = explain(error)
+        fail(coded(told), told.status)
 
 
 def fail(message: str, status: int) -> NoReturn:

@@ -25,7 +25,7 @@ from lathe_base.checks import Check
 from lathe_base.config.fleetx import location
 from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.config.settings.placement import OTHER_PODS
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import exists, is_remote, is_store
 from lathe_base.storage.splits import locate
 from lathe_serving.environment import find_environment
@@ -120,12 +120,14 @@ def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{key} is {path}, but a pipeline takes its model from MODEL=",
                 f"give MODEL={path}, and set -o {key}=",
+                Code.CONFLICTING_OPTIONS,
             )
     data = recipe.Data.Train.dataset.input_dir or recipe.Data.Eval.dataset.input_dir
     if arguments.get("chat") and recipe.Compress.engine == "paddle":
         raise UserError(
             "the Paddle engine cannot count the tokens of conversations that the assistant writes",
             "give no ENGINE=paddle (Compress.engine), or give a CORPUS= instead of CHAT=",
+            Code.UNSUPPORTED,
         )
     given = arguments.get("corpus") or arguments.get("chat")
     has_corpus = given or "source" in recipe.Prepare.model_fields_set
@@ -133,6 +135,7 @@ def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
         raise UserError(
             f"Data.Train.dataset.input_dir is {data}, but a pipeline prepares data from a corpus",
             "give CORPUS=, or train on the folder with `lathe pretrain`",
+            Code.CONFLICTING_OPTIONS,
         )
 
 
@@ -145,7 +148,11 @@ def check_steps(recipe: Recipe) -> None:
     known = [*step_names(), *OTHER_PODS]
     for name in recipe.Launch.steps:
         if name not in known:
-            raise UserError(f"Launch.steps: no step {name!r}", f"there are {', '.join(known)}")
+            raise UserError(
+                f"Launch.steps: no step {name!r}",
+                f"there are {', '.join(known)}",
+                Code.UNKNOWN_NAME,
+            )
 
 
 def check_text(key: str, value: str) -> None:
@@ -153,7 +160,7 @@ def check_text(key: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{key} {value!r}: not UTF-8", "rename it") from None
+        raise UserError(f"{key} {value!r}: not UTF-8", "rename it", Code.BAD_PATH) from None
 
 
 def check_location(key: str, value: str, function: Callable[[Path], object]) -> None:
@@ -163,13 +170,15 @@ def check_location(key: str, value: str, function: Callable[[Path], object]) -> 
         return
     path = Path(value)
     if not path.exists():
-        raise UserError(f"{key}: no such file or folder: {value}", "check the path")
+        raise UserError(f"{key}: no such file or folder: {value}", "check the path", Code.NOT_FOUND)
     if not (path.is_file() or path.is_dir()):
-        raise UserError(f"{key} {value}: neither a file nor a folder", "give one of them")
+        raise UserError(
+            f"{key} {value}: neither a file nor a folder", "give one of them", Code.WRONG_KIND
+        )
     try:
         function(path)
     except UserError as error:
-        raise UserError(f"{key} {error.what}", error.hint) from None
+        raise UserError(f"{key} {error.what}", error.hint, error.code) from None
 
 
 def check_tasks(recipe: Recipe) -> None:
@@ -184,7 +193,7 @@ def check_tasks(recipe: Recipe) -> None:
 def check_address(key: str, uri: str) -> None:
     """Check that an address in a store exists; HTTP addresses are checked when they are fetched."""
     if is_store(uri) and not within(STORE_SECONDS, uri, exists, uri):
-        raise UserError(f"{key} {uri}: not found", "check the address")
+        raise UserError(f"{key} {uri}: not found", "check the address", Code.NOT_FOUND)
 
 
 def check_text_corpus(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
@@ -270,7 +279,9 @@ def within(seconds: float, uri: str, function: Callable[..., Any], *arguments: A
         value, error = result.get(timeout=seconds)
     except Empty:
         raise UserError(
-            f"{uri}: no answer within {seconds:g} s", "check the network and AWS_ENDPOINT_URL"
+            f"{uri}: no answer within {seconds:g} s",
+            "check the network and AWS_ENDPOINT_URL",
+            Code.TIMEOUT,
         ) from None
     if error:
         raise error
@@ -284,6 +295,7 @@ def check_name(folder: Path, runs: Path) -> None:
         raise UserError(
             f"--name: {str(folder)!r} is not a valid run folder",
             "give a single word, such as --name first",
+            Code.INVALID_VALUE,
         )
 
 
@@ -293,15 +305,19 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         for path in (folder, *folder.parents):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
-                raise UserError(f"{path}: not a folder", "move it away, or give another --name")
+                raise UserError(
+                    f"{path}: not a folder", "move it away, or give another --name", Code.WRONG_KIND
+                )
         return
     names = sorted(path.name for path in folder.iterdir())
     if RUN_LOG not in names and names not in ([], [LOCK]):
-        raise UserError(f"{folder}: not a run folder: it contains {', '.join(names[:3])}", hint)
+        raise UserError(
+            f"{folder}: not a run folder: it contains {', '.join(names[:3])}", hint, Code.EXISTS
+        )
     for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, _is_lock), (CACHE, Path.is_dir)):
         path = folder / name
         if path.is_symlink() or (path.exists() and not is_right(path)):
-            raise UserError(f"{path}: not written by a run", hint)
+            raise UserError(f"{path}: not written by a run", hint, Code.EXISTS)
 
 
 def _is_lock(path: Path) -> bool:
@@ -314,4 +330,5 @@ def check_link(deployed: Path) -> None:
         raise UserError(
             f"{deployed}: not a link created by a run",
             "move it away: the run creates its own there",
+            Code.EXISTS,
         )

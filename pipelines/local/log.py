@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from components.artifacts import FIGURES
-from components.stage import ERROR
 from components.supervise import MARK
+from lathe_base.errors import MESSAGE, Code, StageError, code_in
 from pipelines.local.cache import DONE_AGAIN, FIRST
 from pipelines.local.forecast import Forecast
 
+_ERROR = re.compile(re.escape(MARK) + MESSAGE.pattern)
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _BEGAN = re.compile(r"Executing task '(.+)'$")
 _ENDED = re.compile(r"Task '(.+)' finished with status (SUCCESS|FAILURE)$")
@@ -41,6 +42,7 @@ class StageLog:
 
     def __init__(self, forecast: Forecast | None = None) -> None:
         self.failed: str | None = None
+        self._code = Code.FAILED
         self.figures: dict[str, float] = {}
         self.outcomes: dict[str, list[str]] = {}
         self._forecast = forecast
@@ -79,8 +81,9 @@ class StageLog:
         elif text.startswith(FIGURES):
             with suppress(ValueError):
                 self.figures = json.loads(text.removeprefix(FIGURES))
-        elif text.startswith(MARK + ERROR):
-            self._errors.append(text.removeprefix(MARK + ERROR))
+        elif match := _ERROR.match(text):
+            self._code = code_in(match[0])
+            self._errors.append(text[match.end() :])
         elif text.startswith(MARK):
             yield "    " + text.removeprefix(MARK)
         elif match := _FIRST_WORKER.match(text):
@@ -101,10 +104,11 @@ class StageLog:
     def _left(self, stage: str, seconds: float | None = None) -> str:
         return f"; {self._forecast.end(stage, seconds)}" if self._forecast else ""
 
-    def error(self) -> str:
-        """The stage's error message, or its last lines of output."""
+    def error(self) -> StageError:
+        """The stage's error, whose message may be its last lines of output."""
         where = f"{self.failed}: " if self.failed else ""
         if self._errors:
-            return where + "\n".join(self._errors)
+            return StageError(where + "\n".join(self._errors), self._code)
         tail = "\n".join(self._tail)
-        return f"{where}failed\n{tail[max(tail.find('    Traceback'), 0) :].rstrip()}"
+        tail = tail[max(tail.find("    Traceback"), 0) :].rstrip()
+        return StageError(f"{where}failed\n{tail}", Code.FAILED)

@@ -31,7 +31,7 @@ from lathe.report.notice import make_notice
 from lathe_base.checks import require
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.provenance.keys import SIGNING_KEY, generate, signing_key
 from lathe_base.provenance.surroundings import RUN
 from lathe_base.tracking.webhook import ADDRESS, post
@@ -120,7 +120,8 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
         for shown in log.reuse():
             screen.show(shown)
     if log.failed or worker.returncode:
-        raise StageFailed(f"{log.error()}\nthe whole log: {folder / RUN_LOG}")
+        error = log.error()
+        raise StageFailed(f"{error}\nthe whole log: {folder / RUN_LOG}", error.code)
 
 
 def check(name: str, folder: Path, arguments: dict[str, Any]) -> list[Recipe]:
@@ -178,6 +179,7 @@ def _locked(folder: Path) -> Iterator[int]:
             raise UserError(
                 f"{folder}: a run is active there, process {process}",
                 f"wait for it, end it with `kill {process}`, or give another --name",
+                Code.IN_USE,
             ) from None
         file.truncate(0)
         print(os.getpid(), file=file, flush=True)

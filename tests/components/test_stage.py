@@ -12,7 +12,7 @@ from kfp import dsl
 from components.artifacts import FIGURES, record
 from components.stage import stage
 from components.usage import run_usage
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import write_text
 from lathe_launch.usage import GPU_HOUR, Usage
 
@@ -35,7 +35,7 @@ def test_yields_the_recipe_with_overrides_and_marks_the_log(capsys, lathe_logger
 
 def test_a_users_mistake_is_a_message_and_status_2(capsys):
     with pytest.raises(SystemExit) as ended, stage("tiny", []):
-        raise UserError("corpus.txt: empty", "give a file with text")
+        raise UserError("corpus.txt: empty", "give a file with text", Code.TOO_LITTLE_DATA)
     assert ended.value.code == 2
     out = capsys.readouterr().out
     assert out == "[lathe] error: corpus.txt: empty\n[lathe] error:   hint: give a file with text\n"

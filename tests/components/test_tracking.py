@@ -13,7 +13,7 @@ from kfp import dsl
 
 from components.artifacts import record
 from components.stage import stage
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.tracking import runs
 
 RUN = "9fed934b-5541"
@@ -128,7 +128,7 @@ def test_the_report_and_the_verdict_are_kept(store, tmp_path, monkeypatch):
 def test_a_step_that_fails_and_is_tried_again_is_one_run(store, tmp_path, monkeypatch):
     step(monkeypatch, "pretrain")
     with pytest.raises(SystemExit), stage("tiny", []):
-        raise UserError("corpus.txt: empty", "give a file with text")
+        raise UserError("corpus.txt: empty", "give a file with text", Code.TOO_LITTLE_DATA)
     found = tracked(store)
     assert {run.info.status for run in found.values()} == {"FAILED"} and len(found) == 2
     with stage("tiny", []):

@@ -18,7 +18,8 @@ from lathe.model.gpt import GPT
 from lathe.model.quantization import INT8, LinearFormat, WeightFormat
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings.types import Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import save
 from tests.support.small_run import SMALL
@@ -86,7 +87,7 @@ def test_required_static_scales_above_the_limit_cause_a_warning(
 
 def test_pact_has_no_bound_for_dynamic_scales() -> None:
     pact = "Compress.Quantization.activation_preprocess_type=PACT"
-    with pytest.raises(UserError, match="dynamic uses scales per token"):
+    with raises(Code.INVALID_VALUE, "dynamic", "PACT"):
         load_recipe("tiny", (pact, f"{SCALES}=dynamic"))
 
 

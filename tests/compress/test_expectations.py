@@ -14,7 +14,8 @@ from lathe.model.config import GPTConfig
 from lathe.model.families import LLAMA
 from lathe.model.folder import open_folder
 from lathe.model.gpt import GPT
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_run import SMALL
 
 SMOLLM2 = GPTConfig(
@@ -79,7 +80,7 @@ def test_the_best_that_meets_the_target(
 
 @pytest.mark.parametrize("limit", [0.01, float("nan")])
 def test_a_target_that_nothing_meets(limit: float) -> None:
-    with pytest.raises(UserError, match="no measured format is below"):
+    with raises(Code.GATE, f"bytes={limit:g}"):
         choose("bytes", limit, SMOLLM2)
 
 

@@ -29,7 +29,8 @@ from lathe.train.loss import next_token_loss
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import PruneSettings, QuantizationSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.families import VOCABULARY, make, save
 from tests.support.small_run import SMALL, records
 
@@ -249,7 +250,7 @@ def test_heads_without_groups_have_no_query_heads_to_lose(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
     recipe = load_recipe("tiny", (*SMALL, "Compress.Prune.head_unit=query"))
-    with pytest.raises(UserError, match="head_unit is query, but the model"):
+    with raises(Code.UNSUPPORTED, "Compress.Prune.head_unit is query"):
         prune(recipe, small_dense, small_data, tmp_path / "p")
 
 

@@ -10,7 +10,8 @@ from lathe.compress.quantize import quantize
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.train.loss import next_token_loss
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_run import SMALL
 
 GENERATED = "Compress.Quantization.generated_batches"
@@ -81,7 +82,7 @@ def test_gptq_reads_as_much_as_the_recipe_says(
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (f"{GENERATED}=2", "settings: Compress.Quantization.generated_batches"),
+        (f"{GENERATED}=2", "Compress.Quantization.generated_batches"),
         ("Sensitivity.calibration_batches=2", "Sensitivity.calibration_batches"),
         ("Gate.max_perplexity_increase=0.5", "Gate.max_perplexity_increase"),
     ],
@@ -90,6 +91,6 @@ def test_other_calibration_is_another_run(
     small_dense: Path, small_data: Path, tmp_path: Path, change: str, what: str
 ) -> None:
     quantize(load_recipe("tiny", UNTRAINED), small_dense, small_data, tmp_path / "q")
-    with pytest.raises(UserError, match=f"contains a run with different {what}"):
+    with raises(Code.STATE_MISMATCH, what, tmp_path / "q"):
         recipe = load_recipe("tiny", (*UNTRAINED, change))
         quantize(recipe, small_dense, small_data, tmp_path / "q")

@@ -18,7 +18,8 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import require_gpt2
 from lathe.model.gpt import GPT
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.massive import MASSIVE, SCALE, gpt2, plant, plant_at_start
 from tests.support.small_export import save
 from tests.support.small_run import SMALL
@@ -80,15 +81,17 @@ def test_no_prefix_is_added_without_a_gain(
 
 
 def test_an_impossible_prefix_is_rejected_by_name(model: GPT) -> None:
-    with pytest.raises(UserError, match="mp_degree 2"):
+    with raises(
+        Code.CONFLICTING_OPTIONS, "Compress.Quantization.prefix is 1", "Distributed.mp_degree 2"
+    ):
         found(model, f"{PREFIX}=1", "Distributed.mp_degree=2")
-    with pytest.raises(UserError, match="prefix 1 requires static scales"):
+    with raises(Code.INVALID_VALUE, "prefix 1"):
         found(model, f"{PREFIX}=1", f"{SCALES}=auto")
     paddle = load_recipe("tiny", (*STATIC, f"{PREFIX}=1", "Compress.engine=paddle"))
-    with pytest.raises(UserError, match="Paddle engine does not support a prefix"):
+    with raises(Code.UNSUPPORTED, "Compress.Quantization.prefix is 1"):
         require_supported("quantize", paddle)
     model.set_prefix((END,))
-    with pytest.raises(UserError, match="has a prefix of 1 tokens, which the Paddle engine"):
+    with raises(Code.UNSUPPORTED, "run/q", "prefix of 1 tokens", "the Paddle engine"):
         require_gpt2(model.config, "run/q", "the Paddle engine")
 
 

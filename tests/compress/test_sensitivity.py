@@ -34,8 +34,9 @@ from lathe.train.batches import EvalBatches, calibration_batches
 from lathe_base.artifacts.journal import Journal
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.support import warm
+from tests.support.errors import raises
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL
 
@@ -397,7 +398,9 @@ def test_an_unfinished_analysis_of_something_else_is_in_the_way(
     )
     journal.recall("baseline", lambda: 1.0)
     recipe = load_recipe("tiny", SMALL)
-    with pytest.raises(UserError, match="different settings and model and data"):
+    with raises(
+        Code.STATE_MISMATCH, tmp_path / "s.unfinished.jsonl", "settings and model and data"
+    ):
         analyze(recipe, small_dense, small_data, tmp_path / "s")
 
 
@@ -406,8 +409,8 @@ def test_a_mode_that_is_not_for_the_checkpoint_is_refused(
 ) -> None:
     for mode, model in (("qat", small_dense), ("ptq", loud_int8), ("fisher", loud_int8)):
         recipe = load_recipe("tiny", (*SMALL, f"Sensitivity.mode={mode}"))
-        with pytest.raises(UserError, match=f"mode is {mode}"):
+        with raises(Code.WRONG_KIND, model, f"Sensitivity.mode is {mode}"):
             analyze(recipe, model, small_data, tmp_path / "s")
-    with pytest.raises(UserError, match="set metric to kl"):
+    with raises(Code.INVALID_VALUE, "fisher", "metric to kl"):
         load_recipe("tiny", ("Sensitivity.mode=fisher", "Sensitivity.metric=accuracy"))
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,8 @@ from lathe.train.batches import EvalBatches
 from lathe.train.loss import next_token_loss
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import PruneSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.report_folders import sensitivity_analysis, write_json
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
@@ -35,7 +36,7 @@ def test_prune_then_finetune_with_recompute(
     assert result.n_params < load_checkpoint(small_dense).model.config.n_params
     assert result.eval_loss < result.first_eval_loss
     assert pruned.meta["parent"] == load_checkpoint(small_dense).digest
-    with pytest.raises(UserError, match="quantized"):
+    with raises(Code.WRONG_KIND, tmp_path / "q"):
         run_quantized = tmp_path / "q"
         quantize(load_recipe("tiny", QUANTIZE), tmp_path / "p", small_data, run_quantized)
         prune(load_recipe("tiny", SMALL), run_quantized, small_data, tmp_path / "again")
@@ -44,16 +45,16 @@ def test_prune_then_finetune_with_recompute(
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        ("layers=5", "layers is 5, but the model has 2 layers, of which at least one must stay"),
+        ("layers=5", "layers is 5, but the model has 2 layers"),
         ("layers=2", "layers is 2, but the model has 2 layers"),
-        ("ratio=0.001", "ratio is 0.001, which removes nothing of this model: 4 heads and 128"),
+        ("ratio=0.001", "ratio is 0.001"),
     ],
 )
 def test_what_cannot_be_removed_is_refused_before_training(
     wrong: str, what: str, small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
     recipe = load_recipe("tiny", (*SMALL, f"Compress.Prune.{wrong}"))
-    with pytest.raises(UserError, match=what):
+    with raises(Code.INVALID_VALUE, f"Compress.Prune.{what}"):
         prune(recipe, small_dense, small_data, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
@@ -77,7 +78,7 @@ def test_one_key_value_head_is_not_pruned_silently() -> None:
     (unmet,) = require_possible(PruneSettings(ratio=0.5), one)
     assert unmet.startswith("heads: Compress.Prune.ratio=0.5 removes 0 of 2, because each layer")
     assert require_possible(PruneSettings(ratio=0.5, head_unit="query"), one) == []
-    with pytest.raises(UserError, match="layers is 1, but the model has 1 layers"):
+    with raises(Code.INVALID_VALUE, "layers is 1", "1 layers"):
         require_possible(PruneSettings(layers=1), small_config(n_head=(4,), n_inner=(96,)))
 
 
@@ -95,7 +96,7 @@ def test_a_recipe_names_the_widths_of_layers(
     for heads in ("[4]", "[4,5]"):
         channels = "[9]" if heads == "[4]" else "[9,9]"
         wrong = (f"Compress.Prune.heads={heads}", f"Compress.Prune.channels={channels}")
-        with pytest.raises(UserError, match=r"Compress.Prune.heads is \[4.*have \[4, 4\]"):
+        with raises(Code.INVALID_VALUE, f"Compress.Prune.heads is {heads[:2]}", "[4, 4]"):
             prune(load_recipe("tiny", (*SMALL, *wrong)), small_dense, small_data, tmp_path / "q")
 
 
@@ -110,7 +111,7 @@ def test_a_recipe_names_the_widths_of_layers(
     ],
 )
 def test_widths_that_make_no_sense(wrong: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match=r"Compress\.Prune"):
+    with raises(Code.INVALID_VALUE, "Compress.Prune"):
         load_recipe("tiny", [f"Compress.Prune.{setting}" for setting in wrong])
 
 
@@ -126,12 +127,12 @@ def test_a_recipe_names_the_formats_of_linears(
     assert plan is not None and "h.0.attn.c_attn" not in plan.linears
     bits = {name: form.weight.bits for name, form in plan.linears.items()}
     assert bits.pop("h.1.mlp.c_fc") == 4 and set(bits.values()) == {8} and len(bits) == 7
-    for wrong, what in (
-        ("formats={block_7: {out: int8}}", "formats names 'block_7'"),
-        ("head_format=int4", "head_format is int4(?s:.*)quantize_embedding=True"),
+    for wrong, code, what in (
+        ("formats={block_7: {out: int8}}", Code.UNKNOWN_NAME, "formats names 'block_7'"),
+        ("head_format=int4", Code.CONFLICTING_OPTIONS, "head_format is int4"),
     ):
         recipe = load_recipe("tiny", (*SMALL, f"Compress.Quantization.{wrong}"))
-        with pytest.raises(UserError, match=what):
+        with raises(code, f"Compress.Quantization.{what}"):
             quantize(recipe, small_dense, small_data, tmp_path / "w")
 
 
@@ -195,7 +196,7 @@ def test_two_workers_watch_the_same_ranges_as_one(
 
 def test_a_skip_of_no_block_is_refused(small_dense: Path, small_data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny", (*SMALL, "Compress.Quantization.skip_tensor_map.block_9=[out]"))
-    with pytest.raises(UserError, match="block_9"):
+    with raises(Code.UNKNOWN_NAME, "block_9"):
         quantize(recipe, small_dense, small_data, tmp_path / "q")
 
 
@@ -205,7 +206,7 @@ def test_an_analysis_of_another_model_is_refused(
     analysis = sensitivity_analysis(model="5" * 64)
     write_json(tmp_path / "sensitivity" / "sensitivity.json", analysis)
     own = checkpoint_digest(small_dense)[:12]
-    with pytest.raises(UserError, match=f"sensitivity: .* 555555555555, and .*dense is {own}"):
+    with raises(Code.MISMATCH, tmp_path / "sensitivity", 12 * "5", f"dense is {own}"):
         quantize(
             load_recipe("tiny", QUANTIZE),
             *(small_dense, small_data, tmp_path / "q", tmp_path / "sensitivity"),

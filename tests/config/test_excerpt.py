@@ -9,7 +9,8 @@ from lathe_base.config.excerpt import excerpt_text, recipe_as_text
 from lathe_base.config.recipe import load_recipe, shipped_recipes
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.base import UndeclaredSetting
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
@@ -34,7 +35,7 @@ def test_other_settings_cannot_be_read() -> None:
     ):
         with pytest.raises(UndeclaredSetting, match="not declared for this step"):
             read()
-    with pytest.raises(UserError, match="_excerpt_ is not a list of settings"):
+    with raises(Code.MALFORMED, "_excerpt_"):
         load_recipe("_excerpt_: [Gates]\n")
 
 

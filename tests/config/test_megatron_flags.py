@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from lathe_base.config.megatron.recipe import recipe_from_megatron
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from tests.config.test_megatron_recipes import SIZES
+from tests.support.errors import raises
 
 SHARED = (
     "--train-iters 500000 --lr-decay-iters 320000 --save ckpts/ckpts_tmp "
@@ -70,8 +71,8 @@ def translated(tmp_path: Path, *sources: str, gpus: int | None = None) -> Recipe
     return load_recipe(path)
 
 
-def refused(*sources: str, gpus: int | None = None) -> str:
-    with pytest.raises(UserError) as caught:
+def refused(code: Code, *sources: str, gpus: int | None = None) -> str:
+    with raises(code) as caught:
         recipe_from_megatron(sources, gpus)
     assert caught.value.hint
     return str(caught.value)
@@ -134,8 +135,8 @@ def test_a_script_is_read_and_not_executed(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_variable_with_several_values_is_named_and_can_be_given(tmp_path: Path) -> None:
     ds_config(tmp_path)
-    said = refused(script(tmp_path), gpus=8)
-    assert "--hidden-size" in said and "$HIDDEN has several values in the file: 1024, 2048" in said
+    said = refused(Code.INCOMPLETE, script(tmp_path), gpus=8)
+    assert "--hidden-size" in said and "$HIDDEN" in said and "1024, 2048" in said
     found = translated(tmp_path, "HIDDEN=1024", script(tmp_path), gpus=8)
     assert found == load_recipe("megatron-345m")
 
@@ -143,7 +144,7 @@ def test_a_variable_with_several_values_is_named_and_can_be_given(tmp_path: Path
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("$WIDTH", r"--hidden-size: $WIDTH is not assigned in the file"),
+        ("$WIDTH", "--hidden-size: $WIDTH "),
         ("$((2 * 32))", "--hidden-size: the value is the output of a command"),
         ("`nproc`", "--hidden-size: the value is the output of a command"),
         ("$1", "--hidden-size: the value is an argument of the script"),
@@ -151,7 +152,8 @@ def test_a_variable_with_several_values_is_named_and_can_be_given(tmp_path: Path
     ],
 )
 def test_shell_expansions_are_errors(value: str, says: str) -> None:
-    assert says in refused(MINIMAL_FLAGS.replace("--hidden-size 64", f"--hidden-size {value}"))
+    flags = MINIMAL_FLAGS.replace("--hidden-size 64", f"--hidden-size {value}")
+    assert says in refused(Code.INCOMPLETE, flags)
 
 
 OPTIONS = """options="--num-layers 2 --hidden-size 64"
@@ -173,14 +175,14 @@ def test_options_that_are_added_to_a_variable_are_read(tmp_path: Path) -> None:
 
 def test_options_that_a_branch_adds_are_not_taken_for_granted(tmp_path: Path) -> None:
     branch = '    options="${options} --checkpoint-activations"'
-    said = refused(script(tmp_path, OPTIONS.replace("BRANCH", branch)))
-    assert "$options has several values in the file" in said
+    said = refused(Code.INCOMPLETE, script(tmp_path, OPTIONS.replace("BRANCH", branch)))
+    assert "$options has several values" in said
 
 
 def test_variables_that_double_each_other_end(tmp_path: Path) -> None:
     lines = [f'V{i}="$V{i + 1} $V{i + 1}"' for i in range(60)]
     text = "\n".join([*lines, 'V60="--num-layers 2"', "pretrain_gpt.py $V0"])
-    assert "V" in refused(script(tmp_path, text))
+    assert "V" in refused(Code.INCOMPLETE, script(tmp_path, text))
 
 
 @given(st.text(alphabet="abc $\"'\\\n`(){}[]<>|&;#=-@*0", max_size=60))
@@ -267,7 +269,7 @@ def test_zero_shards_over_the_data_parallel_ranks(stage: int, tmp_path: Path) ->
     degrees = translated(tmp_path, flags, gpus=8).Distributed
     assert (degrees.dp_degree, degrees.mp_degree) == (1, 2)
     assert (degrees.sharding.sharding_degree, degrees.sharding.sharding_stage) == (4, stage)
-    assert "--gpus" in refused(flags)
+    assert "--gpus" in refused(Code.MISSING_OPTION, flags)
 
 
 def test_deepspeeds_configuration_decides(tmp_path: Path) -> None:
@@ -289,83 +291,105 @@ def test_deepspeeds_configuration_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "code", "says"),
     [
-        ({"train_batch_size": 8}, "--global-batch-size 16: .*has train_batch_size 8"),
-        ({"train_micro_batch_size_per_gpu": 2}, "--micro-batch-size 4: "),
-        ({"gradient_clipping": 0.5}, "--clip-grad 1.0: .*has gradient_clipping 0.5"),
-        ({"fp16": {"enabled": False}}, "the flags train in float16, .* in float32"),
-        ({"zero_optimization": {"stage": 2}}, "--zero-stage 0: .*has stage 2"),
-        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning changes the numbers"),
-        ({"fp16": {"enabled": "yes", "loss_scale": "x"}}, "fp16.loss_scale is x, not a number"),
-        ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "consecutive_hysteresis"),
-        ({"fp16": []}, "fp16 is not an object"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "scale_loss"),
+        (
+            {"train_batch_size": 8},
+            Code.MISMATCH,
+            "--global-batch-size 16: .*has train_batch_size 8",
+        ),
+        ({"train_micro_batch_size_per_gpu": 2}, Code.MISMATCH, "--micro-batch-size 4: "),
+        ({"gradient_clipping": 0.5}, Code.MISMATCH, "--clip-grad 1.0: .*has gradient_clipping 0.5"),
+        ({"fp16": {"enabled": False}}, Code.MISMATCH, "float16, .* in float32"),
+        ({"zero_optimization": {"stage": 2}}, Code.MISMATCH, "--zero-stage 0: .*stage 2"),
+        ({"curriculum_learning": {"enabled": True}}, Code.UNSUPPORTED, "curriculum_learning "),
+        (
+            {"fp16": {"enabled": "yes", "loss_scale": "x"}},
+            Code.INVALID_VALUE,
+            "fp16.loss_scale is x",
+        ),
+        (
+            {"fp16": {"enabled": True, "consecutive_hysteresis": True}},
+            Code.UNSUPPORTED,
+            "consecutive_hysteresis",
+        ),
+        ({"fp16": []}, Code.INVALID_VALUE, "fp16 "),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 2000}},
+            Code.INVALID_VALUE,
+            "scale_loss",
+        ),
     ],
 )
-def test_a_contradiction_is_named(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_contradiction_is_named(
+    changes: dict[str, Any], code: Code, says: str, tmp_path: Path
+) -> None:
     config = ds_config(tmp_path, **changes)
     flags = f"{MINIMAL_FLAGS} --fp16 --clip-grad 1.0 --zero-stage 0"
-    message = refused(flags, str(config), gpus=4)
+    message = refused(code, flags, str(config), gpus=4)
     assert re.search(says, message), message
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "code", "says"),
     [
-        ("--num-experts 4", "--num-experts 4: changes the numbers and is not supported: mixtures"),
-        ("--curriculum-learning", "sequences that grow"),
-        ("--rampup-batch-size 16 8 300000", "a batch that grows"),
-        ("--lr-decay-style linear", "only cosine is supported"),
-        ("--lr-decay-style constant", "only cosine is supported"),
-        ("--optimizer sgd", "only adam is supported"),
-        ("--swiglu", "would not be a GPT-2"),
-        ("--eod-mask-loss", "--eod-mask-loss: changes the numbers"),
-        ("--reset-attention-mask", "resets attention and positions together"),
-        ("--layernorm-epsilon 1e-6", "GPT-2's is 1e-5"),
-        ("--kv-channels 32", "--kv-channels 32"),
-        ("--fp16 --bf16", "contradicts --bf16"),
-        ("--lr-decay-samples 800", "contradicts --train-iters"),
-        ("--num-layers two", "not a whole number"),
-        ("--lr nan", "not a finite number"),
-        ("--lr", "has 0 values"),
-        ("--fp16 true", "takes no value"),
-        ("--hidden-size 65", "hidden_size 65 is not a multiple"),
-        ("--min-lr 1", "swapped"),
-        ("--split 1,2", "Data.Train.dataset.split"),
-        ("--split a,b,c", "not three numbers"),
+        ("--num-experts 4", Code.UNSUPPORTED, "--num-experts 4: "),
+        ("--curriculum-learning", Code.UNSUPPORTED, "--curriculum-learning: "),
+        ("--rampup-batch-size 16 8 300000", Code.UNSUPPORTED, "--rampup-batch-size 16 8 300000: "),
+        ("--lr-decay-style linear", Code.UNSUPPORTED, "cosine"),
+        ("--lr-decay-style constant", Code.UNSUPPORTED, "cosine"),
+        ("--optimizer sgd", Code.UNSUPPORTED, "adam"),
+        ("--swiglu", Code.UNSUPPORTED, "--swiglu: "),
+        ("--eod-mask-loss", Code.UNSUPPORTED, "--eod-mask-loss: "),
+        ("--reset-attention-mask", Code.UNSUPPORTED, "--reset-position-ids"),
+        ("--layernorm-epsilon 1e-6", Code.UNSUPPORTED, "1e-5"),
+        ("--kv-channels 32", Code.UNSUPPORTED, "--kv-channels 32: "),
+        ("--fp16 --bf16", Code.CONFLICTING_OPTIONS, "--bf16"),
+        ("--lr-decay-samples 800", Code.CONFLICTING_OPTIONS, "--train-iters"),
+        ("--num-layers two", Code.INVALID_VALUE, "--num-layers two: "),
+        ("--lr nan", Code.INVALID_VALUE, "--lr nan: "),
+        ("--lr", Code.INVALID_VALUE, "--lr: has 0 values"),
+        ("--fp16 true", Code.INVALID_VALUE, "--fp16 true: "),
+        ("--hidden-size 65", Code.INVALID_VALUE, "hidden_size 65 "),
+        ("--min-lr 1", Code.INVALID_VALUE, "min_lr 1.0 "),
+        ("--split 1,2", Code.INVALID_VALUE, "Data.Train.dataset.split"),
+        ("--split a,b,c", Code.INVALID_VALUE, "--split a,b,c: "),
     ],
 )
-def test_unsupported_flags_are_rejected_by_name(flags: str, says: str) -> None:
-    assert says in refused(MINIMAL_FLAGS + flags)
+def test_unsupported_flags_are_rejected_by_name(flags: str, code: Code, says: str) -> None:
+    assert says in refused(code, MINIMAL_FLAGS + flags)
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"),
+    ("flag", "code", "says"),
     [
-        ("--num-layers 2", "no --num-layers"),
-        ("--lr 1e-3", "no --lr"),
-        ("--train-iters 100", "no --train-iters"),
-        ("--micro-batch-size 4", "no --micro-batch-size"),
-        ("--lr-decay-style cosine", "the default is linear"),
+        ("--num-layers 2", Code.MISSING_OPTION, "--num-layers"),
+        ("--lr 1e-3", Code.MISSING_OPTION, "--lr\n"),
+        ("--train-iters 100", Code.MISSING_OPTION, "--train-iters"),
+        ("--micro-batch-size 4", Code.MISSING_OPTION, "--micro-batch-size"),
+        ("--lr-decay-style cosine", Code.UNSUPPORTED, "--lr-decay-style"),
     ],
 )
-def test_a_missing_flag_is_named(flag: str, says: str) -> None:
-    assert says in refused(MINIMAL_FLAGS.replace(flag, ""))
+def test_a_missing_flag_is_named(flag: str, code: Code, says: str) -> None:
+    assert says in refused(code, MINIMAL_FLAGS.replace(flag, ""))
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "code", "says"),
     [
-        ("nothing", "no flags and no such file"),
-        ("pretrain_bert.py --num-layers 2", "trains another kind of model"),
-        ("pretrain_gpt.py extra --num-layers 2", "extra is not a flag"),
-        ("--num-layers '2", "a quote does not end"),
-        ("pretrain_gpt.py --lr 1; pretrain_gpt.py --lr 2", "2 different pretrain_gpt.py commands"),
+        ("nothing", Code.NOT_FOUND, "nothing: "),
+        ("pretrain_bert.py --num-layers 2", Code.WRONG_KIND, "pretrain_bert.py"),
+        ("pretrain_gpt.py extra --num-layers 2", Code.MALFORMED, "extra "),
+        ("--num-layers '2", Code.MALFORMED, "a quote does not end"),
+        (
+            "pretrain_gpt.py --lr 1; pretrain_gpt.py --lr 2",
+            Code.CONFLICTING_OPTIONS,
+            "2 different pretrain_gpt.py",
+        ),
     ],
 )
-def test_other_texts_are_refused(source: str, says: str) -> None:
-    assert says in refused(source)
+def test_other_texts_are_refused(source: str, code: Code, says: str) -> None:
+    assert says in refused(code, source)
 
 
 def test_flags_that_are_not_taken_are_named_once(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 from lathe import cli
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.text import MAX_RECIPE_BYTES
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.support.command_line import restoring_process_state
+from tests.support.errors import raises
 
 SECRET = "hunter2"
 LAUGHS = "\n".join(
@@ -46,7 +47,10 @@ FILES = {
     "create": ("Model: '${oc.create:{a: 1}}'", "Model"),
     "a resolver of no name": ("Model: {num_layers: '${:3}'}", "Model.num_layers"),
     "an unknown resolver": ("Model: {num_layers: '${eval:3}'}", "${eval:...}"),
-    "a reference in a reference": ("Model: {num_layers: '${Model.${Global.x}}'}", "malformed"),
+    "a reference in a reference": (
+        "Model: {num_layers: '${Model.${Global.x}}'}",
+        "error[malformed]: file.yaml:1: Model.num_layers",
+    ),
     "an open reference": ("Model: {num_layers: '${Model'}", "Model.num_layers"),
     "an empty reference": ("Model: {num_layers: '${}'}", "Model.num_layers"),
     "references in references": (f"Prepare: {{source: '{'${' * 900}a{'}' * 900}'}}", "source"),
@@ -55,16 +59,19 @@ FILES = {
     "a reference to its group": ("Model: {hidden_size: '${Model}'}", "Model.hidden_size"),
     "a circle": (
         "Model: {num_layers: '${Model.x}', x: '${Model.num_layers}'}",
-        "circular reference",
+        "error[circular]: file.yaml:1: Model.num_layers",
     ),
     "a reference to nothing": ("Model: {num_layers: '${Model.layers}'}", "Model.layers"),
     "a reference into a value": ("Model: {num_layers: '${Engine.x.y}'}\nEngine: {x: 3}", "x.y"),
-    "texts that double": (DOUBLED, "expand to more than"),
-    "groups that double": (GROUPS, "expand to more than"),
-    "a chain": (CHAIN, "steps"),
+    "texts that double": (DOUBLED, "error[too-large]: file.yaml:"),
+    "groups that double": (GROUPS, "error[too-large]: file.yaml:"),
+    "a chain": (CHAIN, "error[too-large]: file.yaml:"),
     # Invalid bases.
-    "a base that is no recipe": ("_base_: secret.txt", "secret.txt: not"),
-    "a base with a secret value": ("_base_: broken.txt", "broken.txt: not YAML at line 3"),
+    "a base that is no recipe": ("_base_: secret.txt", "error[malformed]: secret.txt"),
+    "a base with a secret value": (
+        "_base_: broken.txt",
+        "error[malformed]: broken.txt: not YAML at line 3",
+    ),
     "a base outside": ("_base_: ../outside.yaml", "_base_"),
     "a base by an absolute name": ("_base_: /etc/passwd", "_base_"),
     "a base through a link": ("_base_: link.yaml", "_base_"),
@@ -74,51 +81,66 @@ FILES = {
     "a base that is a number": ("_base_: 3", "_base_"),
     "a base that is a list": ("_base_: [a, b]", "_base_"),
     "a base without a name": ("_base_: ''", "_base_"),
-    "a base with a NUL": ('_base_: "a\\0b"', "not a valid file name"),
-    "a base of a long name": (f"_base_: {'b' * 300}", "name too long"),
+    "a base with a NUL": ('_base_: "a\\0b"', "error[bad-path]: "),
+    "a base of a long name": (f"_base_: {'b' * 300}", "error[not-found]: file.yaml"),
     "a base that is not there": ("_base_: nowhere.yaml", "nowhere.yaml"),
     # Invalid contents of the file.
-    "a number": ("3", "not a mapping"),
-    "a text": (SECRET, "not a mapping"),
-    "a list": (f"[{SECRET}]", "not a mapping"),
-    "brackets": ("[" * 60000, "file.yaml: not YAML"),
-    "braces": ("{a: " * 10000, "file.yaml: not YAML"),
-    "groups in groups": ("\n".join(" " * n + "a:" for n in range(340)), "nested too deeply"),
-    "a duplicate": ("Model: {num_layers: 1, num_layers: 2}", "duplicate key num_layers"),
-    "a numeric key": ("1: 2", "not text"),
-    "a null key": ("null: x", "not text"),
-    "a list as a key": ("[a]: b", "not text"),
-    "a key with a dot": ("Model.num_layers: 3", "a dot in the key Model.num_layers"),
-    "a long key": (f"? {'k' * 5000}\n: 1", "unknown key kkk"),
-    "laughs": (LAUGHS, "more than 10000 values"),
-    "merged laughs": (MERGED, "more than 10000 values"),
-    "an alias of itself": ("a: &a [*a]", "nested too deeply"),
-    "an alias of nothing": (f"a: *{SECRET}", "file.yaml: not YAML at line 1"),
-    "a python object": ("a: !!python/object/apply:os.getcwd []", "file.yaml: not YAML at line 1"),
-    "a path": ("Prepare: {source: !!python/object/apply:pathlib.Path [x]}", "not YAML"),
-    "binary": ("Prepare: {source: !!binary aGk=}", "a tag of Prepare.source"),
-    "two documents": ("Model: {}\n---\nEngine: {}", "file.yaml: not YAML"),
-    "a tab": ("Model:\n\tnum_layers: 1", "file.yaml: not YAML at line 2"),
-    "a NUL": ("Model: \0", "file.yaml: not YAML"),
-    "a large file": ("# x\n" * MAX_RECIPE_BYTES, "longer than"),
-    "a number of 5000 digits": (f"Model: {{num_layers: {'9' * 5000}}}", "too many digits"),
+    "a number": ("3", "error[malformed]: file.yaml: "),
+    "a text": (SECRET, "error[malformed]: file.yaml: "),
+    "a list": (f"[{SECRET}]", "error[malformed]: file.yaml: "),
+    "brackets": ("[" * 60000, "error[malformed]: file.yaml: "),
+    "braces": ("{a: " * 10000, "error[malformed]: file.yaml: "),
+    "groups in groups": (
+        "\n".join(" " * n + "a:" for n in range(340)),
+        "error[malformed]: file.yaml: ",
+    ),
+    "a duplicate": ("Model: {num_layers: 1, num_layers: 2}", "num_layers"),
+    "a numeric key": ("1: 2", "error[malformed]: file.yaml: "),
+    "a null key": ("null: x", "error[malformed]: file.yaml: "),
+    "a list as a key": ("[a]: b", "error[malformed]: file.yaml: "),
+    "a key with a dot": ("Model.num_layers: 3", "Model.num_layers"),
+    "a long key": (f"? {'k' * 5000}\n: 1", "error[unknown-key]: file.yaml:1: "),
+    "laughs": (LAUGHS, "10000"),
+    "merged laughs": (MERGED, "10000"),
+    "an alias of itself": ("a: &a [*a]", "error[malformed]: file.yaml: "),
+    "an alias of nothing": (f"a: *{SECRET}", "error[malformed]: file.yaml: not YAML at line 1"),
+    "a python object": (
+        "a: !!python/object/apply:os.getcwd []",
+        "error[malformed]: file.yaml: not YAML at line 1",
+    ),
+    "a path": (
+        "Prepare: {source: !!python/object/apply:pathlib.Path [x]}",
+        "error[malformed]: file.yaml: ",
+    ),
+    "binary": ("Prepare: {source: !!binary aGk=}", "Prepare.source"),
+    "two documents": ("Model: {}\n---\nEngine: {}", "error[malformed]: file.yaml: "),
+    "a tab": ("Model:\n\tnum_layers: 1", "error[malformed]: file.yaml: not YAML at line 2"),
+    "a NUL": ("Model: \0", "error[malformed]: file.yaml: "),
+    "a large file": ("# x\n" * MAX_RECIPE_BYTES, f"{MAX_RECIPE_BYTES}"),
+    "a number of 5000 digits": (
+        f"Model: {{num_layers: {'9' * 5000}}}",
+        "error[malformed]: file.yaml: ",
+    ),
     "a hexadecimal number of 5000": (f"Model: {{num_layers: 0x{'f' * 5000}}}", "Model.num_layers"),
     "a surrogate": ('Offline_Eval: {eval_path: "\\ud800"}', "Offline_Eval.eval_path"),
     "inherited or not": ("Model: {_inherited_: perhaps}", "_inherited_"),
-    "a group that is a number": ("Engine: 5\nGlobal: {max_steps: 3}", "file.yaml:2: unknown key"),
+    "a group that is a number": (
+        "Engine: 5\nGlobal: {max_steps: 3}",
+        "error[unknown-key]: file.yaml:2: ",
+    ),
     "a precision that is a text": ("Engine: {mix_precision: {enable: 'False'}}", "enable"),
 }
 
 BYTES = {
-    "Latin-1": ("Modèle: {}".encode("latin-1"), "not in UTF-8"),
-    "UTF-16": ("Model: {}".encode("utf-16"), "not in UTF-8"),
-    "noise": (bytes(range(256)), "not"),
+    "Latin-1": ("Modèle: {}".encode("latin-1"), "error[malformed]: "),
+    "UTF-16": ("Model: {}".encode("utf-16"), "error[malformed]: "),
+    "noise": (bytes(range(256)), "error[malformed]: "),
 }
 
 OVERRIDES = {
     "Prepare.source=${oc.env:LATHE_TEST_SECRET}": "Prepare.source",
     "Prepare={source: '${oc.env:HOME}'}": "Prepare.source",
-    "Model.hidden_size=${Model.hidden_size}": "circular reference",
+    "Model.hidden_size=${Model.hidden_size}": "error[circular]: -o Model.hidden_size=",
     "Engine.max_steps=1:30": "Engine.max_steps",
     "Engine.max_steps=true": "Engine.max_steps",
     "Engine.max_steps=off": "Engine.max_steps",
@@ -166,30 +188,30 @@ OVERRIDES = {
     "Generation.length_penalty=1e300": "length_penalty",
     "Generation.top_p=.nan": "Generation.top_p",
     "Serving.http_port=99999": "Serving.http_port",
-    "Serving.grpc_port=8000": "must differ",
+    "Serving.grpc_port=8000": "8000",
     "Serving.metrics_port=-1": "Serving.metrics_port",
-    "Serving.model_name=../x": "not a plain name",
-    "Serving.model_name=''": "not a plain name",
-    f"Serving.model_name={'m' * 300}": "not a plain name",
+    "Serving.model_name=../x": "Serving.model_name",
+    "Serving.model_name=''": "Serving.model_name",
+    f"Serving.model_name={'m' * 300}": "Serving.model_name",
     "Gate.max_accuracy_drop=2": "max_accuracy_drop",
     "Production.namespace=Lathe": "Production.namespace",
     "Production.burst_seconds=.inf": "burst_seconds",
     "Production.rollout_seconds=1e12": "rollout_seconds",
     "_base_=tiny": "_base_",
-    "=3": "not of the form",
-    "a": "not of the form",
-    "": "not of the form",
-    "a b=3": "not of the form",
-    "${oc.env:HOME}=3": "not of the form",
-    ".".join("a" * 5000) + "=3": "not of the form",
+    "=3": "error[malformed]: -o ",
+    "a": "error[malformed]: -o ",
+    "": "error[malformed]: -o ",
+    "a b=3": "error[malformed]: -o ",
+    "${oc.env:HOME}=3": "error[malformed]: -o ",
+    ".".join("a" * 5000) + "=3": "error[malformed]: -o ",
     "Model=3": "Model",
-    "Engine.max_steps=" + "[" * 5000: "not YAML",
-    "Prepare.source=" + "x" * 10**6: "longer than",
-    "Model={num_layers: 1, num_layers: 2}": "duplicate key num_layers",
-    "Model={1: 2}": "not text",
-    "Prepare.source=!!python/name:os.system": "not YAML",
-    "Prepare.source=\udcff": "not in UTF-8",
-    "Offline_Eval.eval_path=\ud800": "not in UTF-8",
+    "Engine.max_steps=" + "[" * 5000: "error[malformed]: -o ",
+    "Prepare.source=" + "x" * 10**6: f"{MAX_RECIPE_BYTES}",
+    "Model={num_layers: 1, num_layers: 2}": "num_layers",
+    "Model={1: 2}": "error[malformed]: -o Model=",
+    "Prepare.source=!!python/name:os.system": "error[malformed]: -o ",
+    "Prepare.source=\udcff": "error[malformed]: ",
+    "Offline_Eval.eval_path=\ud800": "error[malformed]: ",
 }
 
 NAMES = [
@@ -233,7 +255,7 @@ def refused(
     printed = capsys.readouterr()
     assert caught.value.code == 2
     assert printed.out == ""
-    assert printed.err.startswith("error: ")
+    assert printed.err.startswith("error[")
     assert "\n  hint: " in printed.err
     assert "Traceback" not in printed.err
     assert SECRET not in printed.err
@@ -286,7 +308,7 @@ def test_paths_that_are_not_files_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "no recipe '" in refused(["recipe", name], monkeypatch, capsys)
+    assert "error[not-found]: " in refused(["recipe", name], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "secret.txt", "broken.txt", "/proc/self/environ"])
@@ -306,7 +328,7 @@ def test_an_invalid_recipe_is_not_quoted(
 def test_an_unreadable_file_is_reported(folder: Path) -> None:
     (folder / "mine.yaml").write_text("Model: {}")
     (folder / "mine.yaml").chmod(0)
-    with pytest.raises(UserError, match=r"mine.yaml: Permission denied"):
+    with raises(Code.PERMISSION, "mine.yaml"):
         load_recipe("mine.yaml")
 
 

@@ -10,8 +10,9 @@ import pytest
 from lathe_base.config.explain import explain, groups, page
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe, Settings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.support import warm
+from tests.support.errors import raises
 from tests.support.sources import ROOT, python_files
 
 SETTINGS = [setting for group in groups() for setting in group.settings]
@@ -88,7 +89,7 @@ def test_the_value_in_a_recipe_is_shown_with_overrides() -> None:
     ],
 )
 def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
-    with pytest.raises(UserError, match=f"unknown key {key}\n") as caught:
+    with raises(Code.UNKNOWN_KEY, f"{key}\n") as caught:
         explain(key)
     assert nearest in caught.value.hint
 
@@ -102,7 +103,7 @@ def test_the_command_line_explains(tmp_path: Path) -> None:
     assert done.stdout.endswith("\n  in tiny: 8000\n")
     done = subprocess.run([*command, "Serving.port"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unknown key Serving.port\n")
+    assert done.stderr.startswith("error[unknown-key]: unknown key Serving.port\n")
 
 
 def test_an_override_without_a_recipe_is_a_mistake(tmp_path: Path) -> None:

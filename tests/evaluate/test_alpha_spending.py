@@ -12,8 +12,9 @@ from lathe.evaluate.comparison import judge
 from lathe.evaluate.gate import gate
 from lathe.evaluate.intervals import accuracy_difference
 from lathe_base.config.settings import GateSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import locked
+from tests.support.errors import raises
 from tests.support.lm_eval import questions, write_run
 
 
@@ -36,13 +37,13 @@ def test_another_file_is_not_taken_for_a_history(tmp_path: Path) -> None:
     path = tmp_path / "looks.json"
     for content in ("{", '{"mine": 1}', '{"looks": {"live": [{"candidate": 1}]}}'):
         path.write_text(content)
-        with pytest.raises(UserError, match=r"looks\.json: broken"):
+        with raises(Code.MALFORMED, path):
             spend(path, "live", "a")
         assert path.read_text() == content
 
 
 def test_two_processes_do_not_count_at_once(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(UserError, match="another process is writing"):
+    with locked(tmp_path), raises(Code.IN_USE, tmp_path / "looks.json"):
         spend(tmp_path / "looks.json", "live", "a")
     assert spend(tmp_path / "looks.json", "live", "a") == 1
 

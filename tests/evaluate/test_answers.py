@@ -27,10 +27,11 @@ from lathe.report.report import report
 from lathe.report.summary import Candidate
 from lathe_base.config.settings import GateSettings, OfflineEvalSettings, Recipe
 from lathe_base.config.settings.quality import AnswerSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.provenance import bundle
 from lathe_base.storage import sha256
 from tests.evaluate.conftest import SENTENCES
+from tests.support.errors import raises
 from tests.support.small_export import write_unproven
 
 Rows = list[dict[str, Any]]
@@ -100,73 +101,82 @@ def test_a_schema_may_refer_to_its_own_parts_only() -> None:
 
 
 HEAD = {"prompt": "say"}
-BAD: list[tuple[str, Any, str]] = [
-    ("exact_match", "{", "file:2: not JSON"),
-    ("exact_match", [1], "file:2: not an object"),
-    ("exact_match", {"answer": "1"}, "file:2: no messages, and no text as prompt"),
-    ("exact_match", {"prompt": " ", "answer": "1"}, "file:2: no messages, and no text"),
-    ("exact_match", {"prompt": 3, "answer": "1"}, "file:2: no messages, and no text"),
-    ("exact_match", HEAD, "file:2: answer None is neither"),
-    ("exact_match", HEAD | {"answer": " "}, "file:2: answer ' ' is neither"),
-    ("exact_match", HEAD | {"answer": True}, "file:2: answer True is neither"),
-    ("exact_match", {"messages": [], "answer": 1}, "file:2: messages is not a list of messages"),
-    ("exact_match", {"messages": [{"role": "x"}], "answer": 1}, "file:2: message 1 is empty"),
+BAD: list[tuple[str, Any, Code, tuple[str, ...]]] = [
+    ("exact_match", "{", Code.MALFORMED, ()),
+    ("exact_match", [1], Code.MALFORMED, ("object",)),
+    ("exact_match", {"answer": "1"}, Code.MALFORMED, ("messages", "prompt")),
+    ("exact_match", {"prompt": " ", "answer": "1"}, Code.MALFORMED, ("messages", "prompt")),
+    ("exact_match", {"prompt": 3, "answer": "1"}, Code.MALFORMED, ("messages", "prompt")),
+    ("exact_match", HEAD, Code.MALFORMED, ("answer None",)),
+    ("exact_match", HEAD | {"answer": " "}, Code.MALFORMED, ("answer ' '",)),
+    ("exact_match", HEAD | {"answer": True}, Code.MALFORMED, ("answer True",)),
+    ("exact_match", {"messages": [], "answer": 1}, Code.MALFORMED, ("messages is",)),
+    ("exact_match", {"messages": [{"role": "x"}], "answer": 1}, Code.MALFORMED, ("message 1 is",)),
     (
         "exact_match",
         {"messages": [{"role": "x", "content": "a"}], "answer": 1},
-        "file:2: message 1: role",
+        Code.MALFORMED,
+        ("message 1: role",),
     ),
     (
         "exact_match",
         {"messages": [*CHAT, {"role": "assistant", "content": "a"}], "answer": 1},
-        "file:2: the last message is the assistant's",
+        Code.INVALID_VALUE,
+        ("assistant",),
     ),
-    ("json_schema", HEAD, "file:2: schema is not an object"),
-    ("json_schema", HEAD | {"schema": {"type": "obj"}}, "file:2: invalid schema: 'obj'"),
-    ("json_schema", HEAD | {"schema": {}, "expected": [1]}, "file:2: expected is not an object"),
-    ("json_schema", HEAD | {"schema": {"$ref": "#/a"}}, "file:2: the schema has no '#/a'"),
+    ("json_schema", HEAD, Code.MALFORMED, ("schema is",)),
+    ("json_schema", HEAD | {"schema": {"type": "obj"}}, Code.MALFORMED, ("'obj'",)),
+    ("json_schema", HEAD | {"schema": {}, "expected": [1]}, Code.MALFORMED, ("expected is",)),
+    ("json_schema", HEAD | {"schema": {"$ref": "#/a"}}, Code.UNKNOWN_NAME, ("'#/a'",)),
     (
         "json_schema",
         HEAD | {"schema": {"$ref": "http://localhost:1/a"}},
-        "file:2: the schema has no 'http://localhost:1/a'",
+        Code.UNKNOWN_NAME,
+        ("'http://localhost:1/a'",),
     ),
-    ("instructions", HEAD, "file:2: no instruction_id_list"),
+    ("instructions", HEAD, Code.MALFORMED, ("instruction_id_list",)),
     (
         "instructions",
         HEAD | {"instruction_id_list": ["punctuation:no_comma"], "kwargs": []},
-        "file:2: kwargs is not a list of 1",
+        Code.MALFORMED,
+        ("kwargs is", "1"),
     ),
     (
         "instructions",
         HEAD | {"instruction_id_list": ["a:b"], "kwargs": [{}]},
-        "file:2: unknown instruction 'a:b'",
+        Code.UNKNOWN_NAME,
+        ("'a:b'",),
     ),
     (
         "instructions",
         HEAD | {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"n": 1}]},
-        "file:2: punctuation:no_comma: n",
+        Code.MALFORMED,
+        ("punctuation:no_comma: n",),
     ),
     (
         "instructions",
         HEAD | {"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": None}]},
-        "file:2: startend:end_checker: end_phrase",
+        Code.MALFORMED,
+        ("startend:end_checker: end_phrase",),
     ),
     (
         "instructions",
         HEAD | {"instruction_id_list": ["punctuation:no_comma"], "kwargs": ["a"]},
-        "file:2: punctuation:no_comma: kwargs is not an object",
+        Code.MALFORMED,
+        ("punctuation:no_comma: kwargs is",),
     ),
 ]
 
 
-@pytest.mark.parametrize(("task", "row", "message"), BAD)
-def test_malformed_rows_are_named(task: str, row: Any, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("task", "row", "code", "texts"), BAD)
+def test_malformed_rows_are_named(
+    task: str, row: Any, code: Code, texts: tuple[str, ...], tmp_path: Path
+) -> None:
     path = tmp_path / "file"
     path.write_text("\n" + (row if isinstance(row, str) else json.dumps(row)) + "\n")
-    with pytest.raises(UserError) as raised:
+    with raises(code, f"{path}:2: ", *texts):
         TASKS[task].check(path)
-    assert message in raised.value.what
-    with pytest.raises(UserError, match="no examples"):
+    with raises(Code.TOO_LITTLE_DATA, path):
         TASKS[task].check(write(path, []))
 
 
@@ -297,11 +307,11 @@ def test_messages_are_rendered_by_the_models_template(
     assert (chat.text, plain.text) == ("user: the keeper", "the keeper")
     same, other = ExactMatch().read(path, reader(tmp_path, tokenizer, chat=True))
     assert same.request == other.request == chat.request
-    with pytest.raises(UserError, match="no chat template"):
+    with raises(Code.INCOMPLETE, model_folder):
         ExactMatch().read(path, reader(model_folder, tokenizer))
     long = [{"role": "user", "content": "a b " * 40}]
     path = write(tmp_path / "long.jsonl", [messages, {"messages": long, "answer": "no"}])
-    with pytest.raises(UserError, match=r"long.jsonl:2: the conversation .* context"):
+    with raises(Code.TOO_LONG, f"{path}:2: "):
         ExactMatch().read(path, reader(tmp_path, tokenizer))
 
 
@@ -386,7 +396,7 @@ def test_models_must_be_answered_alike(
     settings = OfflineEvalSettings(answers={"words": AnswerSettings(max_tokens=5)})
     task = ("exact_match", evaluations / "words.jsonl")
     evaluate(Recipe(Offline_Eval=settings), model_folder, tmp_path / "c", tasks=[task])
-    with pytest.raises(UserError, match="differ in protocol"):
+    with raises(Code.MISMATCH, evaluations / "a", tmp_path / "c", "protocol"):
         gate(Recipe(), evaluations / "a", tmp_path / "c")
 
 

@@ -16,9 +16,10 @@ from lathe.release.challenge import challenge, succeed
 from lathe.release.golden import Golden
 from lathe.release.release import Pointer, open_releases
 from lathe_base.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import read_text, write_text
 from lathe_serving.repository import write_repository
+from tests.support.errors import raises
 from tests.support.small_export import UNIFORM, make_model, save, write_held_out, write_unproven
 
 
@@ -74,12 +75,11 @@ def test_the_first_the_same_and_a_worse_one(
     train_tokenizer(["other words are in it"] * 9, vocab_size=300).save(
         str(data / "tokenizer.json")
     )
-    with pytest.raises(UserError, match="cannot be compared with the candidate") as other:
+    with raises(Code.MISMATCH, "production", f"{address}gpt/1/tokenizer.json"):
         challenge(recipe, scores, verdict, data)
-    assert f"its tokenizer is {address}gpt/1/tokenizer.json" in str(other.value)
 
     write_text(f"{address}gpt/1/config.json", "{}")
-    with pytest.raises(UserError, match=r"config\.json"):
+    with raises(Code.CORRUPT, f"{address}gpt/1/config.json"):
         challenge(recipe, scores, verdict, data)
 
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.open_model import TorchScorer
 from lathe.evaluate.tasks.cloze import ClozeExample, read_cloze, score_cloze, summarize_cloze
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 Logits = Callable[[list[int]], torch.Tensor]
 
@@ -79,7 +80,7 @@ def test_long_examples_lose_their_left_end(
 
 
 def test_a_label_longer_than_the_model_is_refused(scorer: TorchScorer) -> None:
-    with pytest.raises(UserError, match=r"example 0.*10 tokens.*limit is 9"):
+    with raises(Code.TOO_LONG, "example 0", "10 tokens", "limit is 9"):
         score_cloze(scorer, [ClozeExample([1], [2] * 10)], max_length=9, token_budget=100)
 
 
@@ -135,32 +136,32 @@ def test_a_target_is_given_where_no_space_separates_words(
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "code", "text"),
     [
-        ('{"text": "two words", "target": "word"}', "cloze.jsonl:2: text 'two words' does not end"),
-        ('{"text": "words", "target": "words"}', "does not end with a target 'words' after others"),
-        ('{"text": "two words", "target": 3}', "cloze.jsonl:2: malformed line"),
-        ('{"text": "two words"', "cloze.jsonl:2: malformed line"),
-        ('{"passage": "two words"}', "cloze.jsonl:2: malformed line"),
-        ('{"text": 7}', "cloze.jsonl:2: malformed line"),
-        ("[1, 2]", "cloze.jsonl:2: malformed line"),
-        ('{"text": " alone "}', "cloze.jsonl:2: text 'alone' has no space before its last word"),
+        ('{"text": "two words", "target": "word"}', Code.INVALID_VALUE, "'two words'"),
+        ('{"text": "words", "target": "words"}', Code.INVALID_VALUE, "target 'words'"),
+        ('{"text": "two words", "target": 3}', Code.MALFORMED, ""),
+        ('{"text": "two words"', Code.MALFORMED, ""),
+        ('{"passage": "two words"}', Code.MALFORMED, "text"),
+        ('{"text": 7}', Code.MALFORMED, ""),
+        ("[1, 2]", Code.MALFORMED, ""),
+        ('{"text": " alone "}', Code.INVALID_VALUE, "'alone'"),
     ],
 )
 def test_broken_lines_are_named(
-    tmp_path: Path, tokenizer: Tokenizer, line: str, complaint: str
+    tmp_path: Path, tokenizer: Tokenizer, line: str, code: Code, text: str
 ) -> None:
     path = tmp_path / "cloze.jsonl"
     path.write_text('{"text": "a fine line"}\n' + line + "\n")
-    with pytest.raises(UserError, match=complaint):
+    with raises(code, f"{path}:2: ", text):
         read_cloze(path, tokenizer)
 
 
 def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="No such file"):
+    with raises(Code.NOT_FOUND, tmp_path / "absent.jsonl"):
         read_cloze(tmp_path / "absent.jsonl", tokenizer)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="no examples"):
+    with raises(Code.TOO_LITTLE_DATA, tmp_path / "empty.jsonl"):
         read_cloze(tmp_path / "empty.jsonl", tokenizer)
 
 

@@ -15,7 +15,8 @@ from lathe.evaluate.gate import SEVERITY, gate, verdict_table
 from lathe.evaluate.intervals import accuracy_difference, of_units
 from lathe.evaluate.tasks import TASKS
 from lathe_base.config.settings import GateSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.evaluation_folder import METRICS, WORDS, folder
 
 RECIPE = Recipe(Gate=GateSettings(max_accuracy_drop=0.02, max_perplexity_increase=0.10))
@@ -233,7 +234,7 @@ def test_the_words_of_an_evaluation_that_has_none_are_missed_only_where_they_cou
     lines = "".join('{"correct": true}\n' for _ in range(2000))
     (folders[1] / "examples.jsonl").write_text(lines)
     assert gate(RECIPE, *folders).checks
-    with pytest.raises(UserError, match=r"b/examples\.jsonl: broken"):
+    with raises(Code.MALFORMED, folders[1] / "examples.jsonl"):
         gate(BY_WORDS, *folders)
 
 
@@ -289,47 +290,52 @@ def test_a_wider_margin_never_turns_the_verdict_worse(
 @pytest.mark.parametrize("what", ["cloze", "text", "tokenizer"])
 def test_evaluations_on_other_data_are_not_compared(tmp_path: Path, what: str) -> None:
     candidate = folder(tmp_path / "b", digests={what: "f" * 64})
-    with pytest.raises(UserError, match=f"differ in {what}"):
+    with raises(Code.MISMATCH, what, 12 * "f"):
         gate(RECIPE, folder(tmp_path / "a"), candidate)
 
 
 def test_another_protocol_is_not_compared(tmp_path: Path) -> None:
     candidate = folder(tmp_path / "b", protocol={"overlapping_eval": 32})
-    with pytest.raises(UserError, match="differ in protocol"):
+    with raises(Code.MISMATCH, "protocol"):
         gate(RECIPE, folder(tmp_path / "a"), candidate)
 
 
 def test_no_evaluation_and_a_broken_one_are_refused(tmp_path: Path) -> None:
     good = folder(tmp_path / "a")
-    with pytest.raises(UserError, match=r"no metrics\.json"):
+    with raises(Code.WRONG_KIND, f"{tmp_path}: ", "metrics.json"):
         gate(RECIPE, good, tmp_path)
     for i, content in enumerate(["{", "[]", '{"cloze": null}', "[" * 5000]):
         broken = tmp_path / str(i)
         broken.mkdir()
         (broken / "metrics.json").write_text(content)
-        with pytest.raises(UserError, match=r"metrics\.json: .*\n  hint: evaluate the model again"):
+        with raises(Code.MALFORMED, broken / "metrics.json"):
             gate(RECIPE, good, broken)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "complaint"),
+    ("name", "content", "code", "text"),
     [
-        ("examples.jsonl", None, "no such file"),
-        ("examples.jsonl", '{"correct": true}\n', "1 lines, metrics.json counts 2000"),
-        ("examples.jsonl", '{"corr', "broken"),
-        ("blocks.jsonl", None, "no such file"),
-        ("blocks.jsonl", '{"tokens": 100}\n' * 50, "broken"),
-        ("blocks.jsonl", '{"tokens": 100, "loss": "x"}\n' * 50, "broken"),
+        ("examples.jsonl", None, Code.INCOMPLETE, ""),
+        (
+            "examples.jsonl",
+            '{"correct": true}\n',
+            Code.INCOMPLETE,
+            "1 lines, metrics.json counts 2000",
+        ),
+        ("examples.jsonl", '{"corr', Code.MALFORMED, ""),
+        ("blocks.jsonl", None, Code.INCOMPLETE, ""),
+        ("blocks.jsonl", '{"tokens": 100}\n' * 50, Code.MALFORMED, ""),
+        ("blocks.jsonl", '{"tokens": 100, "loss": "x"}\n' * 50, Code.MALFORMED, ""),
     ],
 )
 def test_units_that_are_absent_or_broken_are_refused(
-    tmp_path: Path, name: str, content: str | None, complaint: str
+    tmp_path: Path, name: str, content: str | None, code: Code, text: str
 ) -> None:
     good, broken = folder(tmp_path / "a"), folder(tmp_path / "b")
     (broken / name).unlink()
     if content is not None:
         (broken / name).write_text(content)
-    with pytest.raises(UserError, match=rf"b/{name}: .*{complaint}"):
+    with raises(code, broken / name, text):
         gate(RECIPE, good, broken)
 
 
@@ -432,5 +438,5 @@ def test_contaminated_examples_are_judged_with_and_without(tmp_path: Path) -> No
 
     for path in (baseline, candidate):
         mark(path, 1999)
-    with pytest.raises(UserError, match="contains 1,999 of 2,000 units: the set is not held out"):
+    with raises(Code.TOO_LITTLE_DATA, "1,999 of 2,000"):
         gate(lenient, baseline, candidate)

@@ -16,7 +16,8 @@ from lathe.cli import app
 from lathe.evaluate.gate import gate
 from lathe.evaluate.intervals import accuracy_difference, mcnemar, of_clusters
 from lathe_base.config.settings import GateSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
+from tests.support.errors import raises
 from tests.support.lm_eval import DATE, questions, sample, sha, write_run
 
 RNG = np.random.default_rng(0)
@@ -152,12 +153,12 @@ def test_a_metric_that_is_not_a_mean_over_documents_is_named_and_skipped(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "text"),
     [
-        (lambda rows: rows[:-2], r"lacks 2 samples: doc_id 8, 9"),
+        (lambda rows: rows[:-2], "doc_id 8, 9"),
         (
             lambda rows: [{**r, "doc_hash": sha("x")} for r in rows],
-            "doc_id 0 has a different document",
+            "different document",
         ),
         (
             lambda rows: [{**r, "prompt_hash": sha(1)} for r in rows],
@@ -167,58 +168,58 @@ def test_a_metric_that_is_not_a_mean_over_documents_is_named_and_skipped(tmp_pat
             lambda rows: [{**r, "target_hash": sha(1)} for r in rows],
             "doc_id 0 has a different target",
         ),
-        (lambda rows: [{**r, "filter": "strict"} for r in rows], "differ in filters: none against"),
-        (lambda rows: questions([True] * 10, "em"), "differ in metrics: acc against em"),
+        (lambda rows: [{**r, "filter": "strict"} for r in rows], "filters: none against strict"),
+        (lambda rows: questions([True] * 10, "em"), "metrics: acc against em"),
     ],
 )
-def test_unpairable_samples_are_named(tmp_path: Path, change: Any, complaint: str) -> None:
+def test_unpairable_samples_are_named(tmp_path: Path, change: Any, text: str) -> None:
     rows = questions([True] * 10)
-    with pytest.raises(UserError, match=complaint):
+    with raises(Code.MISMATCH, text):
         gate(PLAIN, *both(tmp_path, {"t": rows}, {"t": change(rows)}))
 
 
 def test_other_tasks_versions_and_programs_are_not_compared(tmp_path: Path) -> None:
     rows = questions([True] * 10)
     a = write_run(tmp_path / "a", {"t": rows}, {"versions": {"t": 1}})
-    with pytest.raises(UserError, match="differ in tasks: t against u"):
+    with raises(Code.MISMATCH, "tasks: t against u"):
         gate(PLAIN, a, write_run(tmp_path / "b", {"u": rows}))
-    with pytest.raises(UserError, match="differ in version: 1 against 2"):
+    with raises(Code.MISMATCH, "version: 1 against 2"):
         gate(PLAIN, a, write_run(tmp_path / "c", {"t": rows}, {"versions": {"t": 2}}))
     own = tmp_path / "own"
     own.mkdir()
     (own / "metrics.json").write_text("{}")
-    with pytest.raises(UserError, match="only one of them is from lm_eval"):
+    with raises(Code.MISMATCH, a, own, "lm_eval"):
         gate(PLAIN, a, own)
     write_run(tmp_path / "all" / "one", {"t": rows})
     write_run(tmp_path / "all" / "two", {"t": rows})
-    with pytest.raises(UserError, match="samples of several models: one, two"):
+    with raises(Code.AMBIGUOUS, tmp_path / "all", "one, two"):
         gate(PLAIN, a, tmp_path / "all")
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("content", "code", "text"),
     [
-        ("", "no samples"),
-        ("{", r"jsonl:1: malformed line"),
-        ("[]", r"jsonl:1: malformed line"),
-        ('{"doc": 1}', r"jsonl:1: malformed line: doc_id"),
-        ('{"doc_id": 1, "filter": 3}', r"jsonl:1: malformed line: filter"),
-        ('{"doc_id": 1}\n{"doc_id": 1}', r"jsonl:2: duplicate doc_id 1"),
-        ('{"doc_id": 1, "acc": NaN}', "NaN"),
-        ('{"doc_id": 1, "acc": "yes"}', "no metric can be compared"),
+        ("", Code.TOO_LITTLE_DATA, ""),
+        ("{", Code.MALFORMED, "jsonl:1: "),
+        ("[]", Code.MALFORMED, "jsonl:1: "),
+        ('{"doc": 1}', Code.MALFORMED, "doc_id"),
+        ('{"doc_id": 1, "filter": 3}', Code.MALFORMED, "filter"),
+        ('{"doc_id": 1}\n{"doc_id": 1}', Code.DUPLICATE, "jsonl:2: duplicate doc_id 1"),
+        ('{"doc_id": 1, "acc": NaN}', Code.MALFORMED, "NaN"),
+        ('{"doc_id": 1, "acc": "yes"}', Code.MISMATCH, "acc"),
     ],
 )
-def test_a_broken_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_broken_file_is_refused(tmp_path: Path, content: str, code: Code, text: str) -> None:
     path = tmp_path / f"samples_t_{DATE}.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=complaint):
+    path.write_text(content)
+    with raises(code, path, text):
         gate(PLAIN, path, path)
 
 
 def test_a_run_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     results = {"n-samples": {"t": {"original": 20, "effective": 20}}}
     folders = both(tmp_path, {"t": questions([True] * 10)}, {"t": questions([True] * 10)}, results)
-    with pytest.raises(UserError, match="10 documents, but the run's results count 20"):
+    with raises(Code.INCOMPLETE, "10 documents", "20"):
         gate(PLAIN, *folders)
 
 
@@ -228,17 +229,17 @@ def test_files_of_early_versions_are_paired_by_their_contents(tmp_path: Path) ->
     rows = [{k: v for k, v in row.items() if k not in later} for row in questions([True] * 30)]
     assert gate(PLAIN, *both(tmp_path, {"t": rows}, {"t": rows})).checks[0].n == 30
     changed = [{**row, "doc": {"question": "another"}} for row in rows]
-    with pytest.raises(UserError, match="doc_id 0 has a different document"):
+    with raises(Code.MISMATCH, "doc_id 0", "document"):
         gate(PLAIN, tmp_path / "a", write_run(tmp_path / "c", {"t": changed}))
 
 
 def test_margins_for_unknown_measures_are_rejected(tmp_path: Path) -> None:
     folders = both(tmp_path, {"t": questions([True] * 30)}, {"t": questions([True] * 30)})
     wrong = Recipe(Gate=GateSettings(margins={"hellaswag*": 0.01}))
-    with pytest.raises(UserError, match=r"'hellaswag\*' matches no measure.*\n.*they have: t acc"):
+    with raises(Code.UNKNOWN_NAME, "'hellaswag*'", "t acc"):
         gate(wrong, *folders)
     nothing = Recipe(Gate=GateSettings(margins={"*": None}))
-    with pytest.raises(UserError, match="no margin applies"):
+    with raises(Code.MISSING_OPTION, "t acc"):
         gate(nothing, *folders)
 
 

@@ -19,8 +19,9 @@ from lathe.evaluate.gate import gate
 from lathe.evaluate.measure_model import task_files
 from lathe.evaluate.tasks.multiple_choice import read_questions
 from lathe_base.config.settings import GateSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from tests.evaluate.conftest import SENTENCES
+from tests.support.errors import raises
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 Lines = list[dict[str, Any]]
@@ -136,29 +137,30 @@ def test_an_export_scores_every_choice_as_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "code", "text"),
     [
-        ("{", "malformed line"),
-        ("[1]", "neither endings nor choices"),
-        ('{"ctx": "a", "endings": ["b", "c"]}', "label: Field required"),
-        ('{"ctx": "a", "endings": ["b", "c"], "label": ""}', r"label: .*found ''"),
-        ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', "label 2 of 2 endings"),
-        ('{"ctx": "a", "endings": ["b"], "label": 0}', "fewer than two choices"),
-        ('{"ctx": "a", "endings": ["b", "[c]"], "label": 0}', "an empty prompt or choice"),
-        ('{"ctx": "a", "endings": "bc", "label": 0}', "endings: "),
+        ("{", Code.MALFORMED, ""),
+        ("[1]", Code.MALFORMED, "[1]"),
+        ('{"ctx": "a", "endings": ["b", "c"]}', Code.MALFORMED, "label: "),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": ""}', Code.MALFORMED, "found ''"),
+        ('{"ctx": "a", "endings": ["b", "c"], "label": 2}', Code.INVALID_VALUE, "label 2 of 2"),
+        ('{"ctx": "a", "endings": ["b"], "label": 0}', Code.INVALID_VALUE, "two choices"),
+        ('{"ctx": "a", "endings": ["b", "[c]"], "label": 0}', Code.INVALID_VALUE, "empty"),
+        ('{"ctx": "a", "endings": "bc", "label": 0}', Code.MALFORMED, "endings: "),
         (
             '{"question": "a", "choices": {"text": ["b", "c"], "label": ["A", "B"]}, '
             '"answerKey": "C"}',
-            r"answerKey 'C' with 2 choices labeled \['A', 'B'\]",
+            Code.INVALID_VALUE,
+            "answerKey 'C' with 2 choices labeled ['A', 'B']",
         ),
     ],
 )
 def test_a_broken_line_is_one_error_with_its_number(
-    line: str, complaint: str, tmp_path: Path, tokenizer: Tokenizer
+    line: str, code: Code, text: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     path = write(tmp_path / "q.jsonl", hellaswag(1))
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(UserError, match=rf"q\.jsonl:2: {complaint}.*\n  hint: a line is "):
+    with raises(code, f"{path}:2: ", text, "a line is "):
         read_questions(path, tokenizer)
 
 
@@ -167,9 +169,7 @@ def test_a_choice_that_the_model_cannot_read_is_named(
 ) -> None:
     long = {"ctx": "a", "endings": ["the light " * 40, "b"], "label": 0}
     path = write(tmp_path / "q.jsonl", [long])
-    with pytest.raises(
-        UserError, match=r"q\.jsonl:1: a choice is \d+ tokens long, but the model's"
-    ):
+    with raises(Code.TOO_LONG, f"{path}:1: "):
         evaluate(recipe, model_folder, tmp_path / "out", tasks=[("multiple_choice", path)])
     assert not (tmp_path / "out").exists()
 
@@ -177,16 +177,21 @@ def test_a_choice_that_the_model_cannot_read_is_named(
 def test_files_of_tasks_name_the_results() -> None:
     swag, text = ("multiple_choice", Path("a/swag.jsonl")), ("text", Path("words.txt"))
     assert [file.name for file in task_files([swag, text])] == ["swag", "text"]
-    for given, complaint in (
-        ([swag, ("multiple_choice", Path("b/swag.jsonl"))], "duplicate result name swag"),
-        ([("multiple_choice", Path("text.jsonl"))], "duplicate result name text"),
-        ([("multiple_choice", Path("a b.jsonl"))], "is not a valid result name"),
+    for given, code, texts in (
+        (
+            [swag, ("multiple_choice", Path("b/swag.jsonl"))],
+            Code.DUPLICATE,
+            ("b/swag.jsonl", "swag"),
+        ),
+        ([("multiple_choice", Path("text.jsonl"))], Code.DUPLICATE, ("text.jsonl",)),
+        ([("multiple_choice", Path("a b.jsonl"))], Code.INVALID_VALUE, ("a b.jsonl",)),
         (
             [("quiz", Path("a.jsonl"))],
-            "unknown task 'quiz': Lathe supports text, cloze, multiple_choice",
+            Code.UNKNOWN_NAME,
+            ("'quiz'", "text, cloze, multiple_choice"),
         ),
     ):
-        with pytest.raises(UserError, match=complaint):
+        with raises(code, *texts):
             task_files(given)
 
 
@@ -223,20 +228,20 @@ def test_the_gate_judges_both_accuracies_by_their_margin(tmp_path: Path) -> None
     assert failed.verdict == "fail"
     wide = Recipe(Gate=GateSettings(max_task_accuracy_drop=0.1))
     assert gate(wide, before, after).verdict == "pass"
-    with pytest.raises(UserError, match="differ in swag"):
+    with raises(Code.MISMATCH, "swag", 12 * "b"):
         gate(Recipe(), before, write_evaluation(tmp_path / "c", 600, digest="b" * 64))
 
 
 def test_figures_that_are_missing_are_named(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "a", 600)
     metrics = json.loads((folder / "metrics.json").read_text())
-    for key, value, complaint in (
-        ("figures", {"examples": 1000, "acc": 0.6}, r"tasks\.swag\.figures\.acc_norm: missing"),
-        ("task", "quiz", "unknown task 'quiz'"),
+    for key, value, code, text in (
+        ("figures", {"examples": 1000, "acc": 0.6}, Code.INCOMPLETE, "tasks.swag.figures.acc_norm"),
+        ("task", "quiz", Code.UNKNOWN_NAME, "'quiz'"),
     ):
         changed = metrics["tasks"]["swag"] | {key: value}
         (folder / "metrics.json").write_text(json.dumps(metrics | {"tasks": {"swag": changed}}))
-        with pytest.raises(UserError, match=complaint):
+        with raises(code, text):
             read_evaluation(folder)
 
 
@@ -249,4 +254,4 @@ def test_the_command_measures_a_task(tmp_path: Path, model_folder: Path) -> None
     assert len((output / "tasks/swag.jsonl").read_text().splitlines()) == 5
     wrong = CliRunner().invoke(app, [*command, str(path)])
     assert isinstance(wrong.exception, UserError)
-    assert "not TASK=FILE" in str(wrong.exception)
+    assert wrong.exception.code is Code.INVALID_VALUE and f"--task {path}" in wrong.exception.what

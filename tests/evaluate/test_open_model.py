@@ -18,8 +18,9 @@ from lathe.evaluate.tasks.text import token_losses, windows
 from lathe.export.export import export
 from lathe.model.checkpoint import load_checkpoint
 from lathe_base.config.settings import ExportSettings, OfflineEvalSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.runtime.exported_model import pad
+from tests.support.errors import raises
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,
@@ -159,5 +160,5 @@ def test_an_export_is_evaluated_with_openvino_if_it_agrees(
     scores, expected = subject.scorer.score(batch)[0], onnx_scorer(folder).score(batch)[0]
     assert abs(scores - expected).mean() < 0.02 * abs(expected).mean()
     write_unproven(model, byte_tokenizer, tmp_path / "unproven")
-    with pytest.raises(UserError, match="no data to check OpenVINO"):
+    with raises(Code.INCOMPLETE, tmp_path / "unproven", "OpenVINO"):
         open_model(tmp_path / "unproven", recipe)

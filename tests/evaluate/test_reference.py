@@ -17,7 +17,8 @@ from lathe.evaluate.gate import gate
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import OfflineEvalSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_export import UNIFORM, make_model, save, write_unproven
 
 RECIPE = Recipe(Offline_Eval=OfflineEvalSettings(overlapping_eval=16))
@@ -106,9 +107,9 @@ def test_an_export_beside_its_checkpoint_agrees_by_the_command(
 def test_a_reference_has_to_read_the_same_tokens_and_a_text_has_to_be_given(
     models: tuple[Path, Path], model_folder: Path, text: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="different vocabularies or lengths"):
+    with raises(Code.MISMATCH, models[0], model_folder):
         evaluate(RECIPE, models[0], tmp_path / "out", text=text, reference=model_folder)
     cloze = tmp_path / "cloze.jsonl"
     cloze.write_text('{"text": "the keeper of the light"}\n' * 3)
-    with pytest.raises(UserError, match="compared on a text, but none is given"):
+    with raises(Code.MISSING_OPTION, models[0], models[1]):
         evaluate(RECIPE, models[0], tmp_path / "out", cloze=cloze, reference=models[1])

@@ -14,8 +14,9 @@ from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.open_model import TorchScorer
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.support import warm
+from tests.support.errors import raises
 
 
 class Scored:
@@ -98,10 +99,10 @@ def test_scores_of_another_model_or_window_are_not_reused(
     scored.stop = -1
     left = (tmp_path / "out.unfinished.jsonl").read_bytes()
     settings = recipe.Offline_Eval.model_copy(update={"overlapping_eval": 16})
-    with pytest.raises(UserError, match=r"out\.unfinished\.jsonl: .* with different settings"):
+    with raises(Code.STATE_MISMATCH, tmp_path / "out.unfinished.jsonl", "settings"):
         evaluate(Recipe(Offline_Eval=settings), model_folder, tmp_path / "out", text=text)
     text.write_text(text.read_text() + " once more")
-    with pytest.raises(UserError, match="with different data"):
+    with raises(Code.STATE_MISMATCH, tmp_path / "out.unfinished.jsonl", "data"):
         evaluate(recipe, model_folder, tmp_path / "out", text=text)
     assert (tmp_path / "out.unfinished.jsonl").read_bytes() == left
     evaluate(recipe, model_folder, tmp_path / "elsewhere", text=text)
@@ -134,7 +135,7 @@ def test_a_mistake_leaves_nothing_beside_the_output(
 ) -> None:
     cloze = tmp_path / "cloze.jsonl"
     cloze.write_text(json.dumps({"text": "the " + "x" * 200}))
-    with pytest.raises(UserError, match="the model's limit is 32"):
+    with raises(Code.TOO_LONG, "limit is 32"):
         evaluate(recipe, model_folder, tmp_path / "out", text=text, cloze=cloze)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cloze.jsonl", "text.txt"]
 

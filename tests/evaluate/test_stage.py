@@ -16,8 +16,9 @@ from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe_base.config.settings import OfflineEvalSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.evaluate.conftest import SENTENCES
+from tests.support.errors import raises
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
@@ -171,12 +172,12 @@ def test_bfloat16_is_for_float_checkpoints_alone(
     exact = evaluate(recipe, model_folder, tmp_path / "b", data)
     assert rounded.figures["perplexity"] != exact.figures["perplexity"]
     assert rounded.figures["perplexity"] == pytest.approx(exact.figures["perplexity"], rel=0.05)
-    with pytest.raises(UserError, match="differ in protocol"):
+    with raises(Code.MISMATCH, exact.folder, rounded.folder, "protocol"):
         gate(recipe, exact.folder, rounded.folder)
     folder = tmp_path / "onnx"
     write_unproven(make_model(UNIFORM, int8=True), byte_tokenizer, folder)
     for refused in (folder, folder / "checkpoint"):
-        with pytest.raises(UserError, match=r"Offline_Eval\.dtype is bfloat16"):
+        with raises(Code.UNSUPPORTED, "Offline_Eval.dtype is bfloat16"):
             evaluate(half, refused, tmp_path / "c", text=data / "heldout.txt")
 
 
@@ -184,7 +185,7 @@ def test_another_vocabulary_is_refused_and_nothing_written(
     recipe: Recipe, model_folder: Path, data: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     byte_tokenizer.save(str(data / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"another tokenizer \(257 tokens\)"):
+    with raises(Code.WRONG_TOKENIZER, "257"):
         evaluate(recipe, model_folder, tmp_path / "out", data)
     assert not (tmp_path / "out").exists()
 
@@ -192,7 +193,7 @@ def test_another_vocabulary_is_refused_and_nothing_written(
 def test_a_broken_line_writes_nothing(recipe: Recipe, model_folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "he counted the steps"}\n{"text": \n')
-    with pytest.raises(UserError, match=r"broken.jsonl:2"):
+    with raises(Code.MALFORMED, f"{broken}:2: "):
         evaluate(recipe, model_folder, tmp_path / "out", cloze=broken)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["broken.jsonl"]
 
@@ -202,7 +203,7 @@ def test_nothing_to_measure_is_refused(
 ) -> None:
     (data / "cloze.jsonl").write_text("")
     (data / "heldout.txt").unlink()
-    with pytest.raises(UserError, match="nothing to evaluate on"):
+    with raises(Code.MISSING_OPTION):
         evaluate(recipe, model_folder, tmp_path / "out", data)
 
 
@@ -214,7 +215,7 @@ def test_a_diverged_model_is_refused(
     with torch.no_grad():
         model.ln_f.weight.fill_(3e38)  # finite, but overflows in the forward pass
     save_checkpoint(tmp_path / "model", model, tokenizer, "pretrain", recipe)
-    with pytest.raises(UserError, match="its loss is"):
+    with raises(Code.NOT_FINITE, tmp_path / "model"):
         evaluate(recipe, tmp_path / "model", tmp_path / "out", data)
 
 

@@ -27,7 +27,8 @@ from lathe.evaluate.tasks.text import (
 )
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe_base.config.settings import OfflineEvalSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 Logits = Callable[[list[int]], torch.Tensor]
 
@@ -237,15 +238,15 @@ def test_only_the_tokenized_form_is_detokenized(tmp_path: Path, tokenizer: Token
 def test_a_text_too_short_is_refused(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
     path = tmp_path / "text"
     path.write_text(content)
-    with pytest.raises(UserError, match="too short"):
+    with raises(Code.TOO_LITTLE_DATA, path):
         read_text(path, tokenizer)
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="No such file"):
+    with raises(Code.NOT_FOUND, tmp_path / "absent"):
         read_text(tmp_path / "absent", tokenizer)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(UserError, match="binary"):
+    with raises(Code.MALFORMED, tmp_path / "binary"):
         read_text(tmp_path / "binary", tokenizer)
 
 

@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lathe.export.engines import Array, Engine, Isolated
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError, UserError
+from tests.support.errors import raises
 
 quick = pytest.mark.usefixtures("quick_engines")
 
@@ -31,6 +32,10 @@ class Small(Engine):
         return np.eye(5, dtype=np.float32)[tokens.cumsum(1) % 5]
 
     def encode(self, text: str) -> list[int]:
+        if text == "two words":
+            raise UserError(text, "leave one out", Code.TOO_LONG)
+        if text == "three more words":
+            raise StageError(text, Code.IO)
         return [int(part) for part in text.split()]
 
 
@@ -43,6 +48,10 @@ def test_an_engine_answers_from_its_process() -> None:
     assert engine.greedy([1, 2], 3) == here.greedy([1, 2], 3) == [3, 1, 2]
     with pytest.raises(ValueError, match="invalid literal"):
         engine.encode("x")
+    with raises(Code.TOO_LONG, "two words", "leave one out"):
+        engine.encode("two words")
+    with raises(Code.IO, "three more words", kind=StageError):
+        engine.encode("three more words")
     assert engine.encode("3 4") == [3, 4]
 
 
@@ -50,7 +59,7 @@ def test_an_engine_answers_from_its_process() -> None:
 def test_its_crash_is_an_error() -> None:
     engine = Isolated("small", Small, Path())
     for _ in range(2):
-        with pytest.raises(StageError, match=r"small crashed \(SIGSEGV\)"):
+        with raises(Code.KILLED, "small", "SIGSEGV", kind=StageError):
             engine.logits(np.array([[6]]))
 
 

@@ -22,10 +22,11 @@ from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import ExportSettings, Recipe
 from lathe_base.config.settings.types import Bits
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.runtime.open_model import open_model
 from lathe_serving.runtime.open_session import CPUINFO, saturates
 from lathe_serving.runtime.session import OnnxModel
+from tests.support.errors import raises
 from tests.support.families import CASES, TOKENS, in_turn, make, quantized, save
 from tests.support.small_export import write_held_out
 from tests.support.small_run import SMALL
@@ -84,7 +85,7 @@ def test_export_is_proven(
 def check_openvino(own: OnnxModel, folder: Path, flavour: str) -> None:
     """Check that OpenVINO computes the same, or rejects the export."""
     if flavour == "int8" and saturates(CPUINFO.read_text()):
-        with pytest.raises(UserError, match="logits of OpenVINO differ"):
+        with raises(Code.NOT_PROVED, folder, "OpenVINO"):
             open_model(folder, threads=1, runtime="openvino")
         return
     other = open_model(folder, threads=1, runtime="openvino").model  # checks the error limit
@@ -133,7 +134,7 @@ def test_the_proof_notices_a_wrong_graph(
 
     monkeypatch.setattr(Graph, "initializers", spoiled)
     source, data = save_family("qwen3", tmp_path, byte_tokenizer), write_held_out(tmp_path / "data")
-    with pytest.raises(ProofError):
+    with raises(Code.NOT_PROVED, kind=ProofError):
         export(Recipe(Export=SETTINGS), source, data, tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 
@@ -171,9 +172,8 @@ def test_a_chat_template_that_renders_no_chat_is_refused_before_the_export(
 ) -> None:
     source = save_family("llama", tmp_path, byte_tokenizer)
     (source / "chat_template.jinja").write_text("{{ raise_exception('ask a tool') }}")
-    with pytest.raises(UserError, match="rejects the messages: ask a tool") as refused:
+    with raises(Code.INVALID_VALUE, f"{source}: ", "ask a tool", "chat_template.jinja"):
         export(Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "d"), tmp_path / "onnx")
-    assert str(source) in refused.value.what and "chat_template.jinja" in refused.value.hint
     assert not (tmp_path / "onnx").exists()
 
 

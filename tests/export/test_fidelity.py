@@ -15,7 +15,8 @@ from lathe.export.fidelity import compare_with_float
 from lathe.export.prompts import proof_prompts
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import ExportSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.small_export import write_held_out
 from tests.support.small_models import small_config
 
@@ -47,7 +48,7 @@ def test_constant_logits_are_compared(is_zero: bool) -> None:
 
 def test_a_model_of_two_positions_is_refused(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = write_held_out(tmp_path / "data")
-    with pytest.raises(UserError, match=r"2 tokens and a new one need 3"):
+    with raises(Code.UNSUPPORTED, "2 tokens", "need 3"):
         proof_prompts(byte_tokenizer, data, ExportSettings(), 2)
     prompts, new_tokens = proof_prompts(byte_tokenizer, data, ExportSettings(), 3)
     assert {len(prompt) for prompt in prompts} == {2} and new_tokens == 1

@@ -18,7 +18,9 @@ from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings import ExportSettings, Recipe
+from lathe_base.errors import Code
 from lathe_serving.runtime.open_model import mean_difference, open_model
+from tests.support.errors import raises
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import write_held_out
 from tests.support.tables import quick_only
@@ -132,5 +134,5 @@ def test_a_kernel_that_rounds_more_coarsely_than_the_plan_is_refused(
     recipe = Recipe(Export=ExportSettings(prompts=6, new_tokens=4))
     monkeypatch.setattr(proof, "_require_greedy", lambda *_: [])
     monkeypatch.setattr(proof, "_require_batch", lambda *_: 0.0)
-    with pytest.raises(ProofError, match="KL divergence from the float model"):
+    with raises(Code.NOT_PROVED, "KL divergence", kind=ProofError):
         export(recipe, tmp_path / "coarse", data, tmp_path / "onnx")

@@ -18,10 +18,11 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.runtime.exported_model import MODEL, PREFIX, pad
 from lathe_serving.runtime.open_model import OPENERS, mean_difference
 from lathe_serving.runtime.session import OnnxModel
+from tests.support.errors import raises
 from tests.support.massive import gpt2, llama
 from tests.support.small_export import save, write_held_out, write_unproven
 
@@ -92,7 +93,7 @@ def test_a_prefix_stays_float_and_survives_a_checkpoint(
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert written["model_type"].startswith("lathe-")
     written["lathe"]["prefix_tokens"] = [model.config.vocab_size]
-    with pytest.raises(UserError, match="prefix_tokens"):
+    with raises(Code.INVALID_VALUE, "prefix_tokens"):
         GPTConfig.from_json(written)
 
 
@@ -140,5 +141,5 @@ def test_runtimes_without_the_prefix_fail(tmp_path: Path, byte_tokenizer: Tokeni
     with pytest.raises(ValueError, match="prefix_length"):
         session.run(["logits"], feeds)
     (tmp_path / PREFIX).unlink()
-    with pytest.raises(UserError, match=PREFIX):
+    with raises(Code.NOT_FOUND, tmp_path / PREFIX):
         OnnxModel(tmp_path)

@@ -19,7 +19,8 @@ from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings import ExportSettings
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError
+from tests.support.errors import raises
 from tests.support.families import VOCABULARY, make, save
 from tests.support.pruned import CASES, GROUPS, QUERIES, pruned
 
@@ -82,7 +83,7 @@ def test_what_is_not_zero_in_the_padding_is_noticed(
     tensors = load_file(file)
     tensors["model.layers.1.mlp.down_proj.weight"][0, -1] = 0.01
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(StageError, match=r"layers\.1\.mlp\.down_proj"):
+    with raises(Code.NOT_PROVED, "layers.1.mlp.down_proj", kind=StageError):
         require_values(checkpoint, tmp_path / "export", "compressed-tensors")
 
 
@@ -116,5 +117,5 @@ def test_a_model_that_zeros_would_change_is_refused(
 ) -> None:
     config: GPTConfig = load_checkpoint(save(make("olmo2"), tmp_path, byte_tokenizer)).model.config
     uniform(replace(config, n_inner=(80, 33, 64)), tmp_path)
-    with pytest.raises(UserError, match="a norm of all heads together"):
+    with raises(Code.UNSUPPORTED, tmp_path, "norm of all heads"):
         uniform(replace(config, **GROUPS), tmp_path)

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import TRAINJOBS
 from tests.support.launchers import (
@@ -79,7 +80,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_priority_without_a_queue(in_pod: FakeKubernetes) -> None:
-    with pytest.raises(UserError, match=r"Launch\.priority=high"):
+    with raises(Code.MISSING_OPTION, "Launch.priority=high"):
         launch(priority="high")
 
 

@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-import pytest
-
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_launch.memory import cgroup_limits, machine_memory, require_processes
+from tests.support.errors import raises
 
 
 def test_processes_without_number_are_refused() -> None:
     require_processes(2)
-    with pytest.raises(UserError, match="60000 processes on this machine"):
+    with raises(Code.OUT_OF_MEMORY, "60000"):
         require_processes(60000)
 
 

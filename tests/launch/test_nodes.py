@@ -11,9 +11,10 @@ from kubernetes import client
 from components.machines import Pool
 from lathe_base.checks import Finding, run_checks
 from lathe_base.config.settings import Placement
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError
 from lathe_launch.cluster.nodes import _require_whole_gpus, gpu_memory, node_pool_shortage
 from pipelines.cluster.preflight import Preflight
+from tests.support.errors import raises
 from tests.support.loopback import JSONHandler, LoopbackServer
 
 POOL = {"a100-1": "8", "a100-2": "8", "a100-3": "4", "a100-4": None}
@@ -100,12 +101,12 @@ def test_submit_warns_and_strict_refuses(cluster):
 
 
 def test_failing_queries(cluster):
-    with pytest.raises(StageError, match="no kube context"):
+    with raises(Code.UNAUTHORIZED, kind=StageError):
         node_pool_shortage("a100", nodes=1, gpus=1)
     cluster("wrong")
-    with pytest.raises(StageError, match="does not list its nodes: Forbidden"):
+    with raises(Code.SERVER_ERROR, "Forbidden", kind=StageError):
         node_pool_shortage("a100", nodes=1, gpus=1)
-    with pytest.raises(StageError, match="no kube context"):
+    with raises(Code.UNAUTHORIZED, kind=StageError):
         node_pool_shortage("a100", nodes=1, gpus=1, context="other")
 
 
@@ -158,6 +159,6 @@ def test_several_slices_for_one_pod_are_refused(
     if said is None:
         _require_whole_gpus(gpus, nodes, settings)
         return
-    with pytest.raises(UserError, match=said) as raised:
+    with raises(Code.LAYOUT, said) as raised:
         _require_whole_gpus(gpus, nodes, settings)
     assert "GPUS=1" in raised.value.hint

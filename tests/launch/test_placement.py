@@ -12,11 +12,12 @@ from kubernetes.client import V1Node, V1NodeSpec, V1NodeStatus, V1ObjectMeta, V1
 
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LaunchSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_launch.cluster import placement
 from lathe_launch.cluster.nodes import doubts, takes
 from lathe_launch.cluster.placement import place
 from tests.support.crds import CRDS, validator
+from tests.support.errors import raises
 from tests.support.fake_kubelet import RUNTIMES
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.launchers import launch, play, succeed
@@ -196,7 +197,7 @@ def test_steps_have_their_own() -> None:
     ],
 )
 def test_a_mistake_is_reported(override: str, said: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with raises(Code.INVALID_VALUE, said) as caught:
         load_recipe("tiny", [f"Launch.{override}"])
     assert said in str(caught.value)
 

@@ -276,8 +276,8 @@ def test_log_shows_lathe_and_keeps_a_defects_traceback():
     shown = [text for line in lines.splitlines() for text in log.feed(line)]
     assert shown == ["prune", "    pruned 3 heads", "    step 1/3, loss 5.2, 9 s left"]
     assert log.failed == "prune"
-    assert log.error().splitlines()[:2] == [
+    assert str(log.error()).splitlines()[:2] == [
         "prune: failed",
         "    Traceback (most recent call last):",
     ]
-    assert log.error().endswith("KeyError: 'h.0'")
+    assert str(log.error()).endswith("KeyError: 'h.0'")

@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.report.report import verified_chain
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.chain import family_tree, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier
 from lathe_base.storage.attested import ATTESTATIONS, SIGNATURE
 from tests.support.attested import AttestedRun
+from tests.support.errors import raises
 
 Lines = list[dict[str, object]]
 
@@ -90,13 +91,13 @@ def test_a_changed_file_is_named(made: AttestedRun, name: str) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"{name} differs from what `export` attested"):
+    with raises(Code.CORRUPT, name, "`export`"):
         verify_chain(made.onnx, [made.public])
 
 
 def test_a_missing_file_is_named(made: AttestedRun) -> None:
     (made.onnx / "config.json").unlink()
-    with pytest.raises(UserError, match=r"config\.json is missing"):
+    with raises(Code.INCOMPLETE, "config.json"):
         verify_chain(made.onnx, [made.public])
 
 
@@ -105,19 +106,19 @@ def test_a_stripped_attestation_is_an_error(
 ) -> None:
     monkeypatch.setenv(SIGNING_KEY, str(made.folder / "key.pem"))
     change(made.onnx, lambda lines: [lines[0], *lines[2:]])
-    with pytest.raises(UserError, match=r"of `(export|pretrain)` \(\w{12}\) has no attestation"):
+    with raises(Code.UNTRUSTED, "has no attestation"):
         verify_chain(made.onnx, [made.public])
     shown = verified_chain(made.onnx)  # a report shows what exists and what is missing
     assert shown is not None and shown.lines[0].name == "export"
     assert "has no attestation" in (shown.problem or "")
     (made.onnx / ATTESTATIONS).unlink()
-    with pytest.raises(UserError, match="no attestations"):
+    with raises(Code.UNTRUSTED, made.onnx, ATTESTATIONS):
         verify_chain(made.onnx, [made.public])
 
 
 def test_a_stripped_signature_is_an_error(made: AttestedRun) -> None:
     change(made.onnx, lambda lines: [{**line, "signatures": []} for line in lines])
-    with pytest.raises(UserError, match="line 1: not signed"):
+    with raises(Code.UNTRUSTED, "line 1: not signed"):
         verify_chain(made.onnx, [made.public])
 
 
@@ -128,13 +129,13 @@ def test_an_altered_statement_is_an_error(made: AttestedRun) -> None:
         return [lines[0], {**lines[1], "payload": base64.b64encode(altered).decode()}, *lines[2:]]
 
     change(made.onnx, faster)
-    with pytest.raises(UserError, match="line 2: not with a trusted key"):
+    with raises(Code.UNTRUSTED, "line 2: not with a trusted key"):
         verify_chain(made.onnx, [made.public])
 
 
 def test_the_signature_of_another_key_is_an_error(made: AttestedRun, tmp_path: Path) -> None:
     public = generate(tmp_path / "mallory.pem")
-    with pytest.raises(UserError, match="not with a trusted key"):
+    with raises(Code.UNTRUSTED, "not with a trusted key"):
         verify_chain(made.onnx, [public])
     verify_chain(made.onnx, [public, made.public])  # one trusted key is enough
 
@@ -147,13 +148,13 @@ def test_the_signature_of_another_key_is_an_error(made: AttestedRun, tmp_path: P
         return [*lines[:-1], {**envelope.to_dict(), "signatures": [signature]}]
 
     change(made.onnx, forged)
-    with pytest.raises(UserError, match="not with a trusted key"):
+    with raises(Code.UNTRUSTED, "not with a trusted key"):
         verify_chain(made.onnx, [made.public])
 
 
 def test_the_attestations_of_another_model_are_an_error(made: AttestedRun) -> None:
     (made.dense / ATTESTATIONS).rename(made.other / ATTESTATIONS)
-    with pytest.raises(UserError, match="differs from what `pretrain` attested"):
+    with raises(Code.CORRUPT, "`pretrain`"):
         verify_chain(made.other, [made.public])
 
 
@@ -161,7 +162,7 @@ def test_a_changed_verdict_is_an_error(made: AttestedRun) -> None:
     path = made.folder / "verdict.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "reasons": ["looks fine"]}))
-    with pytest.raises(UserError, match="differs from what `gate` attested"):
+    with raises(Code.CORRUPT, "`gate`"):
         verify_chain(path, [made.public])
 
 
@@ -199,12 +200,13 @@ def test_a_file_without_attestations_is_one_error(
     refused = CliRunner().invoke(app, ["verify", str(path), "--key", str(made.public)])
     assert isinstance(refused.exception, UserError) and str(path) in str(refused.exception)
     missing = CliRunner().invoke(app, ["verify", str(tmp_path / "no"), "--key", str(made.public)])
-    assert "no such folder" in str(missing.exception)
+    assert isinstance(missing.exception, UserError)
+    assert missing.exception.code is Code.NOT_FOUND
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "not json", '{"payload": "", "payloadType": "x"}'])
 def test_a_broken_line_is_one_error(made: AttestedRun, text: str) -> None:
     path = made.onnx / ATTESTATIONS
     path.write_text(f"{text}\n{path.read_text()}")
-    with pytest.raises(UserError, match="line 1: not"):
+    with raises(Code.MALFORMED, "line 1: "):
         verify_chain(made.onnx, [made.public])

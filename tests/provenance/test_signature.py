@@ -19,11 +19,12 @@ from cryptography.hazmat.primitives.serialization import (
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.provenance.keys import PASSWORD, generate, load_private
 from lathe_base.provenance.signature import Signer, Trust, sign, verify
 from lathe_base.storage.attested import ATTESTATIONS
 from tests.support.attested import AttestedRun
+from tests.support.errors import raises
 
 
 @pytest.fixture
@@ -65,19 +66,19 @@ def test_a_single_flipped_bit_is_found_and_named(signed: Path, trust: Trust, nam
         changed = bytearray(original)
         changed[at] ^= 1
         (signed / name).write_bytes(changed)
-        with pytest.raises(UserError, match=f"{name} was changed"):
+        with raises(Code.CORRUPT, name):
             verify(signed, trust)
 
 
 def test_added_missing_and_unsigned(signed: Path, trust: Trust, key: Path) -> None:
     (signed / "extra").write_text("x")
     (signed / "weights").unlink()
-    with pytest.raises(UserError, match="extra was added, weights is missing"):
+    with raises(Code.CORRUPT, "extra was added", "weights is missing"):
         verify(signed, trust)
     (signed / "model.sig").unlink()
-    with pytest.raises(UserError, match=r"not signed: no model\.sig"):
+    with raises(Code.UNTRUSTED, "model.sig"):
         verify(signed, trust)
-    with pytest.raises(UserError, match="no trusted keys"):
+    with raises(Code.MISSING_OPTION):
         sign(signed, Signer(key))
         verify(signed, Trust())
 
@@ -96,13 +97,13 @@ def test_the_signature_itself_is_not_overlooked(signed: Path, trust: Trust) -> N
         except UserError as error:
             assert "model.sig" in str(error)
     path.write_bytes(original[: len(original) // 2])
-    with pytest.raises(UserError, match=r"model\.sig is corrupt"):
+    with raises(Code.MALFORMED, "model.sig"):
         verify(signed, trust)
 
 
 def test_another_key_is_refused(signed: Path, tmp_path: Path, trust: Trust) -> None:
     other = generate(tmp_path / "other.pem")
-    with pytest.raises(UserError, match="not by a trusted signer"):
+    with raises(Code.UNTRUSTED, "model.sig"):
         verify(signed, Trust((other,)))
     assert verify(signed, Trust((other, *trust.keys))) == 3
 
@@ -122,10 +123,10 @@ def test_an_encrypted_key_asks_for_its_password(
     encryption = BestAvailableEncryption(b"secret")
     encrypted = load_private(key).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
     key.write_bytes(encrypted)
-    with pytest.raises(UserError, match=PASSWORD):
+    with raises(Code.INVALID_VALUE, PASSWORD):
         sign(folder, Signer(key))
     monkeypatch.setenv(PASSWORD, "wrong")
-    with pytest.raises(UserError, match="not a usable private key"):
+    with raises(Code.INVALID_VALUE, key):
         sign(folder, Signer(key))
     monkeypatch.setenv(PASSWORD, "secret")
     sign(folder, Signer(key))
@@ -135,9 +136,9 @@ def test_an_encrypted_key_asks_for_its_password(
 @pytest.mark.parametrize("text", ["", "not a key", "-----BEGIN PRIVATE KEY-----\nAAAA\n"])
 def test_an_invalid_key_is_one_error(folder: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "bad.pem").write_text(text)
-    with pytest.raises(UserError, match=r"bad\.pem"):
+    with raises(Code.INVALID_VALUE, "bad.pem"):
         sign(folder, Signer(tmp_path / "bad.pem"))
-    with pytest.raises(UserError, match=r"bad\.pem|not signed"):
+    with raises(Code.INVALID_VALUE, "bad.pem"):
         verify(folder, Trust((tmp_path / "bad.pem",)))
     assert not (folder / "model.sig").exists()
 
@@ -145,7 +146,7 @@ def test_an_invalid_key_is_one_error(folder: Path, tmp_path: Path, text: str) ->
 def test_a_key_pair_never_replaces_a_file(key: Path) -> None:
     assert key.stat().st_mode & 0o777 == 0o600
     before = key.read_bytes()
-    with pytest.raises(UserError, match="exists"):
+    with raises(Code.EXISTS, key):
         generate(key)
     assert key.read_bytes() == before
 
@@ -173,11 +174,11 @@ def test_a_certificate_below_a_trusted_root(
 ) -> None:
     sign(folder, Signer(paths["key"], paths["leaf"], (paths["root"],)))
     assert verify(folder, Trust(roots=(paths["root"],))) == 3
-    with pytest.raises(UserError, match="not by a trusted signer"):
+    with raises(Code.UNTRUSTED, "model.sig"):
         verify(folder, Trust(roots=(paths["stranger"],)))
     generate(tmp_path / "another.pem")
     for certificate in (paths["leaf"], tmp_path / "absent.crt", tmp_path / "another.pem"):
-        with pytest.raises(UserError, match="cannot be signed"):
+        with raises(Code.INVALID_VALUE, folder):
             sign(folder, Signer(tmp_path / "another.pem", certificate))
     assert verify(folder, Trust(roots=(paths["root"],))) == 3  # the earlier signature is unchanged
 
@@ -206,7 +207,7 @@ def test_without_a_network_nobody_signs_without_a_key(
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("HOME", str(tmp_path))  # hides what Sigstore has cached
-    with pytest.raises(UserError, match="cannot be signed"):
+    with raises(Code.UNAUTHORIZED, folder):
         sign(folder, Signer())
     assert not (folder / "model.sig").exists()
 

@@ -12,10 +12,11 @@ from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT
 from lathe.release.deploy import DeployResult, deploy, find_divergence, serve
 from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, StageError
 from lathe_serving import client as client_functions
 from lathe_serving import state as serve_state
 from lathe_serving.server import ANY_PORTS
+from tests.support.errors import raises
 from tests.support.small_models import SERVED
 
 RECIPE = Recipe(
@@ -46,7 +47,7 @@ def test_deploy_leaves_the_server_up(
             first["prompt"], decode_strategy="greedy_search", min_tokens=0, max_tokens=12
         )
         assert text == first["text"]
-        with pytest.raises(UserError, match="is already running"):
+        with raises(Code.IN_USE):
             serve(output)
     finally:
         assert serve_state.stop() is not None
@@ -59,7 +60,7 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     other = GPT(SERVED)
     other.initialize(0.2, seed=2)
     save_checkpoint(tmp_path / "other", other, byte_tokenizer, "pretrain", Recipe())
-    with pytest.raises(UserError, match="was exported from another checkpoint"):
+    with raises(Code.MISMATCH, exported, tmp_path / "other"):
         deploy(RECIPE, exported, tmp_path / "other", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -68,7 +69,7 @@ def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     metadata = json.loads((lying / "export.json").read_text())
     digest = checkpoint_digest(tmp_path / "other")
     (lying / "export.json").write_text(json.dumps(metadata | {"source": digest}))
-    with pytest.raises(RuntimeError, match="the server differs from the checkpoint: after"):
+    with raises(Code.NOT_PROVED, "the checkpoint", kind=StageError):
         deploy(RECIPE, lying, tmp_path / "other", tmp_path / "out")
     assert not (tmp_path / "out" / "deploy.json").exists()
     assert serve_state.find(tmp_path / "out" / "server") is None
@@ -109,5 +110,5 @@ def test_an_unproven_export_is_refused(
     metadata = json.loads((exported / "export.json").read_text())
     del metadata["proof"]
     (tmp_path / "e" / "export.json").write_text(json.dumps(metadata))
-    with pytest.raises(UserError, match="was not verified"):
+    with raises(Code.NOT_PROVED, tmp_path / "e" / "export.json"):
         deploy(RECIPE, tmp_path / "e", checkpoint.folder, tmp_path / "out")

@@ -17,9 +17,10 @@ from lathe.release.deploy import deploy
 from lathe.release.publish import LiveReleaseChanged, publish_release, roll_back
 from lathe.release.release import Pointer, Releases, open_releases, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError
 from lathe_base.storage import digest, list_uris, read_text, write_text
 from tests.support import warm
+from tests.support.errors import raises
 from tests.support.small_release import RECIPE
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
@@ -67,7 +68,7 @@ def test_deploy_again_another_and_back(
     assert list_uris(f"{s3}/releases/gpt/") == listed
     assert releases.pointer() == first_pointer
 
-    with pytest.raises(LiveReleaseChanged, match=f"replace nothing, but {made.release} is live"):
+    with raises(Code.CHANGED, "replace nothing", made.release, kind=LiveReleaseChanged):
         publish_release(recipe, other_deployed)
     assert list_uris(f"{s3}/releases/gpt/") == listed
     other = publish_release(recipe, other_deployed, replaces=made.release)
@@ -77,9 +78,9 @@ def test_deploy_again_another_and_back(
 
     assert roll_back(recipe).release == live(releases) == made.release
     assert roll_back(recipe, to=other.release[:20]).release == live(releases) == other.release
-    with pytest.raises(UserError, match="does not match any release"):
+    with raises(Code.NOT_FOUND, "sha256-0123"):
         roll_back(recipe, to="sha256-0123")
-    with pytest.raises(UserError, match="means 2 releases"):
+    with raises(Code.AMBIGUOUS, "2 releases"):
         roll_back(recipe, to="")
     assert live(releases) == other.release
 
@@ -109,7 +110,7 @@ def test_bytes_that_have_changed_in_the_store_are_refused(
     config = read_text(f"{address}gpt/config.pbtxt")
     tampered = config.replace("max_tokens", "max_jokens")
     write_text(f"{address}gpt/config.pbtxt", tampered)
-    with pytest.raises(UserError, match=r"config\.pbtxt"):
+    with raises(Code.CORRUPT, "config.pbtxt"):
         publish_release(recipe, deployed, replaces=before)
 
     manifest = json.loads(
@@ -117,7 +118,7 @@ def test_bytes_that_have_changed_in_the_store_are_refused(
     )  # an attacker who also changes the manifest
     manifest["files"]["gpt/config.pbtxt"]["sha256"] = digest(tampered)
     write_text(f"{address}.lathe.json", json.dumps(manifest))
-    with pytest.raises(StageError, match="does not match the digest in its name"):
+    with raises(Code.CORRUPT, address, kind=StageError):
         publish_release(recipe, deployed, replaces=before)
     assert live(releases) == before
 
@@ -128,7 +129,7 @@ def test_a_model_that_says_something_else_is_refused(
 ) -> None:
     shutil.copytree(other_deployed / "repository", tmp_path / "repository")
     shutil.copyfile(deployed / "deploy.json", tmp_path / "deploy.json")
-    with pytest.raises(StageError, match="answers differ from its checkpoint's"):
+    with raises(Code.NOT_PROVED, kind=StageError):
         publish_release(recipe, tmp_path)
     assert live(releases) is None
 
@@ -136,20 +137,20 @@ def test_a_model_that_says_something_else_is_refused(
 @pytest.mark.slow
 def test_a_server_that_is_too_slow_is_refused(s3: str, deployed: Path) -> None:
     recipe = make_recipe(s3, p99_first_token_ms=0.01)
-    with pytest.raises(StageError, match=r"is \d+\.\d ms, above the limit of 0\.01 ms"):
+    with raises(Code.GATE, "limit of 0.01 ms", kind=StageError):
         publish_release(recipe, deployed)
     assert live(open_releases(recipe)) is None
 
 
 def test_mistakes_that_the_user_can_fix(recipe: Recipe, deployed: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Production\.releases is not set"):
+    with raises(Code.MISSING_OPTION, "Production.releases"):
         publish_release(RECIPE, deployed)
-    with pytest.raises(UserError, match="no release was live before"):
+    with raises(Code.NOT_FOUND, open_releases(recipe).root):
         roll_back(recipe)
-    with pytest.raises(UserError, match=r"no deploy\.json"):
+    with raises(Code.WRONG_KIND, tmp_path, "deploy.json"):
         publish_release(recipe, tmp_path)
     write_text(f"{open_releases(recipe).root}/production.json", '{"live": 3}')
-    with pytest.raises(UserError, match=r"production\.json: broken"):
+    with raises(Code.MALFORMED, "production.json"):
         roll_back(recipe)
 
 
@@ -181,7 +182,7 @@ def test_one_of_two_concurrent_pointer_moves_fails(store: str) -> None:
     releases, now = Releases(f"{store}/releases/gpt"), datetime.now(UTC)
     one = Pointer().moved_to("sha256-1", now)
     releases.point(one, seen=Pointer())
-    with pytest.raises(UserError, match=r"production\.json: changed by another process"):
+    with raises(Code.CHANGED, "production.json"):
         releases.point(Pointer().moved_to("sha256-2", now), seen=Pointer())
     releases.point(one.moved_to("sha256-2", now), seen=one)
     assert releases.pointer().previous == (one.live,)

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.report.certificate import certificate_page, read_certificate
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 CERTIFICATE: dict[str, Any] = {
     "certifies": "killed and resumed training produces the same model as uninterrupted training",
@@ -65,7 +66,7 @@ def test_a_run_without_kills_proves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{}", "[1]", "no JSON"])
 def test_another_file_is_not_a_certificate(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(UserError, match=r"other\.json"):
+    with raises(Code.MALFORMED, tmp_path / "other.json"):
         read_certificate(tmp_path / "other.json")
 
 

@@ -18,9 +18,10 @@ from lathe.model.gpt import GPT
 from lathe.report.report import report
 from lathe.report.summary import Candidate
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.pages.style import DARK, LIGHT
 from lathe_launch.usage import Usage
+from tests.support.errors import raises
 from tests.support.report_folders import HOSTILE, sensitivity_analysis, write_json
 
 Make = Callable[..., Candidate]
@@ -165,7 +166,7 @@ def test_a_truncated_last_line_of_the_trace_is_skipped(
 def test_an_absent_folder_is_named_and_no_page_written(
     make_candidate: Make, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"sensitivity\.json"):
+    with raises(Code.WRONG_KIND, tmp_path, "sensitivity.json"):
         report(tmp_path / "report.html", [make_candidate("dense")], sensitivity=tmp_path)
     assert not (tmp_path / "report.html").exists()
 

@@ -17,7 +17,8 @@ from lathe.report.summary import (
     summarize,
     summary_table,
 )
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 Make = Callable[..., Candidate]
 
@@ -102,11 +103,11 @@ def test_terminal_table_has_a_column_a_model(make_candidate: Make) -> None:
 
 def test_missing_folders_are_named(make_candidate: Make, tmp_path: Path) -> None:
     dense = make_candidate("dense")
-    with pytest.raises(UserError, match=r"absent.*model\.onnx"):
+    with raises(Code.NOT_FOUND, tmp_path / "absent", "model.onnx"):
         summarize([Candidate("dense", dense.model, exported=tmp_path / "absent")])
-    with pytest.raises(UserError, match=r"no metrics\.json"):
+    with raises(Code.WRONG_KIND, tmp_path, "metrics.json"):
         summarize([Candidate("dense", dense.model, tmp_path)])
-    with pytest.raises(UserError, match="no models"):
+    with raises(Code.MISSING_OPTION):
         summarize([])
 
 

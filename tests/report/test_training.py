@@ -4,11 +4,10 @@ import json
 import math
 from pathlib import Path
 
-import pytest
-
 from lathe.report.training import training_page
 from lathe.train.sample_answers import SampleAnswer, write_answers
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 
 def test_a_model_that_was_quantized_without_training_has_a_page(tmp_path: Path) -> None:
@@ -30,5 +29,5 @@ def test_answers_before_and_after_finetuning_are_on_the_page(tmp_path: Path) -> 
     assert "Answers before and after" in page and "&lt;b&gt;Two lamps?" in page
     assert "(only white space)" in page and "{?}" in page
     (tmp_path / "samples.json").write_text('[{"prompt": 1}]')
-    with pytest.raises(UserError, match=r"samples\.json: 0\.prompt"):
+    with raises(Code.MALFORMED, tmp_path / "samples.json", "0.prompt"):
         training_page(tmp_path, tmp_path / "page.html")

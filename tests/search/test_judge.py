@@ -6,7 +6,8 @@ import pytest
 from lathe.search.goal import parse_goal
 from lathe.search.judge import judge_candidate
 from lathe_base.config.settings import GateSettings, Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 from tests.support.evaluation_folder import folder
 
 
@@ -33,5 +34,5 @@ def test_the_budget_alone_decides(
 
 def test_a_budget_that_was_not_measured_is_an_error(tmp_path: Path) -> None:
     folders = [folder(tmp_path / name, cloze=False) for name in ("dense", "candidate")]
-    with pytest.raises(UserError, match="'cloze accuracy' matches no measure"):
+    with raises(Code.UNKNOWN_NAME, "'cloze accuracy'"):
         judge_candidate(Recipe(), parse_goal("bytes=0.5", "accuracy=-2"), *folders)

@@ -29,7 +29,8 @@ from lathe_base.artifacts.journal import Journal
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import ExportSettings, QuantizationSettings
 from lathe_base.config.settings.types import Format
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError
+from tests.support.errors import raises
 from tests.support.massive import MASSIVE, SCALE, gpt2, massive_reader, plant
 from tests.support.small_export import save
 from tests.support.small_run import SMALL
@@ -235,7 +236,7 @@ def test_trials_for_a_time_aim_below_each_other() -> None:
 
 def test_a_target_that_no_measured_design_reaches_is_refused() -> None:
     problem = a_problem(0, one_layer=False)
-    with pytest.raises(StageError, match=r"no design reaches bytes 0\.3: the smallest has"):
+    with raises(Code.GATE, "bytes 0.3", kind=StageError):
         propose(problem, Goal("bytes", 0.3, "perplexity", 0.1), 1, lambda design: 20.0)
-    with pytest.raises(UserError, match="trials: 0"):
+    with raises(Code.INVALID_VALUE, "trials: 0"):
         propose(problem, Goal("bytes", 0.3, "perplexity", 0.1), 0, problem.price)

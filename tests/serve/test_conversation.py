@@ -24,7 +24,7 @@ def test_lines_of_a_pipe_are_prompts(url: str, client: Client) -> None:
     options = {"decode_strategy": "greedy_search", "max_tokens": 8}
     texts = [prompt + client.generate(prompt, **options).text for prompt in ("one", "two")]
     assert run.stdout == "".join(f"{text}\n" for text in texts)
-    assert "more tokens than the model's" in run.stderr
+    assert "error[too-long]" in run.stderr
 
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(url: str) -> None:

@@ -14,12 +14,13 @@ import pytest
 import requests
 
 from lathe_base.config.settings import ServingSettings
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError
 from lathe_serving import state as serve_state
 from lathe_serving.environment import find_environment
 from lathe_serving.server import start
 from lathe_serving.state import HOST, ServerState
 from tests.serve.test_server import processes, run_python, wait_until_gone
+from tests.support.errors import raises
 
 START_AND_LEAVE = """
 import sys
@@ -283,7 +284,9 @@ def test_unreadable_keys_are_reported_and_nothing_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LATHE_API_KEYS", str(tmp_path / "keys"))
-    with pytest.raises(StageError, match=r"LATHE_API_KEYS .*keys: .*No such file"):
+    with raises(
+        Code.FAILED, "error[not-found]: LATHE_API_KEYS", tmp_path / "keys", kind=StageError
+    ):
         start(repository, serving, tmp_path, with_gateway=True)
     wait_until_gone(str(tmp_path))
 
@@ -297,6 +300,6 @@ def test_an_environment_without_its_packages_is_named(
 ) -> None:
     environment = replace(find_environment(), missing=("uvicorn",))
     monkeypatch.setattr("lathe_serving.server.find_environment", lambda: environment)
-    with pytest.raises(UserError, match=r"uvicorn not installed\n.*make serve-env"):
+    with raises(Code.NOT_INSTALLED, "uvicorn", "make serve-env"):
         start(repository, serving, tmp_path, with_gateway=True)
     assert list(tmp_path.iterdir()) == []

@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.client import Client
 from lathe_serving.client.load import Load, Objective, RequestTimes, run_load, summarize
+from tests.support.errors import raises
 
 EASY = Objective(1e3, 1e3)
 LATENCIES = ("first_token", "per_output_token", "between_tokens", "end_to_end")
@@ -34,7 +35,7 @@ def test_figures_of_known_requests() -> None:
         dict(zip(LATENCIES, (1.75 / 3, 1.25, 4 / 3, 5.75 / 3), strict=True))
     )
     assert medians == pytest.approx(dict(zip(LATENCIES, (0.5, 1.25, 1.5, 2.5), strict=True)))
-    with pytest.raises(UserError, match=r"none of 1 requests .* busy"):
+    with raises(Code.SERVER_ERROR, "1 requests", "busy"):
         summarize(requests[3:], EASY)
 
 
@@ -63,18 +64,18 @@ def test_the_command(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "text"),
     [
-        (["--tokens", "5:2"], "write MIN:MAX"),
-        (["--prompts", "absent.txt"], "absent.txt: No such file"),
-        (["--url", "127.0.0.1:1"], "no server answers on 127.0.0.1:1"),
-        (["--url", "http://127.0.0.1:1/v1"], "no server answers on http://127.0.0.1:1/v1"),
+        (["--tokens", "5:2"], Code.INVALID_VALUE, "5:2"),
+        (["--prompts", "absent.txt"], Code.NOT_FOUND, "absent.txt"),
+        (["--url", "127.0.0.1:1"], Code.UNREACHABLE, " 127.0.0.1:1"),
+        (["--url", "http://127.0.0.1:1/v1"], Code.UNREACHABLE, "http://127.0.0.1:1/v1"),
     ],
 )
-def test_mistakes(options: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes(options: list[str], code: Code, text: str, tmp_path: Path) -> None:
     arguments = ["bench-serve", "--url", "127.0.0.1:1", *options, "--output", str(tmp_path / "o")]
     error = CliRunner().invoke(app, arguments).exception
-    assert isinstance(error, UserError) and message in str(error)
+    assert isinstance(error, UserError) and error.code is code and text in str(error)
     assert not (tmp_path / "o").exists()
 
 

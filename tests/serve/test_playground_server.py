@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.client.playground import playground, serve_exports
 from tests.serve.test_server import processes, wait_until_gone
 from tests.support import warm
+from tests.support.errors import raises
 
 JSON = {"Content-Type": "application/json"}
 
@@ -78,20 +79,20 @@ def test_the_page_needs_nothing_from_elsewhere(page: str) -> None:
 
 
 def test_invalid_ports_and_addresses_are_reported(page: str) -> None:
-    for port in (int(page.rpartition(":")[2]), 99999):
-        with pytest.raises(UserError, match=f"port {port}"), playground([], port):
+    for port, code in ((int(page.rpartition(":")[2]), Code.IN_USE), (99999, Code.INVALID_VALUE)):
+        with raises(code, f"port {port}"), playground([], port):
             pass
-    with pytest.raises(UserError, match="not the base URL"), playground(["localhost:9000"]):
+    with raises(Code.INVALID_VALUE, "localhost:9000"), playground(["localhost:9000"]):
         pass
 
 
 def test_invalid_model_names_are_reported(exported: Path) -> None:
-    for exports, message in (
-        ({"a b": exported}, "model_name: .* plain name(?s:.)*NAME="),
-        ({"a": exported, "a-score": exported}, "a-score: reserved for the scoring model"),
-        ({"a": exported.parent}, "export.json"),
+    for exports, code, texts in (
+        ({"a b": exported}, Code.INVALID_VALUE, ("model_name", "a b")),
+        ({"a": exported, "a-score": exported}, Code.INVALID_VALUE, ("a-score",)),
+        ({"a": exported.parent}, Code.WRONG_KIND, (exported.parent, "export.json")),
     ):
-        with pytest.raises(UserError, match=message), serve_exports(exports):
+        with raises(code, *texts), serve_exports(exports):
             pass
 
 
@@ -127,5 +128,5 @@ def test_without_a_server_the_command_says_how_to_start_one(tmp_path: Path) -> N
         text=True,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
-    assert run.returncode == 2 and "no server is running" in run.stderr
+    assert run.returncode == 2 and "error[not-running]" in run.stderr
     assert "make serve" in run.stderr and not os.listdir(tmp_path)

@@ -12,10 +12,11 @@ from tritonclient.grpc import model_config_pb2
 
 from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.config.settings import GenerationSettings, ServingSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.gateway.triton import models_by_name, read_models
 from lathe_serving.repository import remove_bytecode, require_whole, write_repository
 from lathe_serving.runtime.params import Params, parse
+from tests.support.errors import raises
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 
 
@@ -39,7 +40,7 @@ def test_the_gateway_knows_a_models_other_names(exported: Path, tmp_path: Path) 
     output = write_repository(exported, tmp_path / "r", serving, GenerationSettings())
     model = read_models(output)["gpt"]
     assert models_by_name([model]) == {"gpt": model, "gpt-4o-mini": model, "team/chat": model}
-    with pytest.raises(UserError, match=r"Serving\.aliases: team/chat is used by both"):
+    with raises(Code.DUPLICATE, "Serving.aliases: team/chat", "other"):
         models_by_name([model, replace(model, name="other", aliases=("team/chat",))])
     with pytest.raises(ValidationError):
         ServingSettings(aliases=["two words"])
@@ -87,7 +88,7 @@ def test_defaults_are_the_recipes_or_else_those_that_the_models_authors_recommen
 def test_nothing_is_left_of_a_failure(exported: Path, tmp_path: Path) -> None:
     output = tmp_path / "r"
     write_repository(exported, output, ServingSettings(), GenerationSettings())
-    with pytest.raises(UserError, match=r"no export\.json"):
+    with raises(Code.WRONG_KIND, tmp_path, "export.json"):
         write_repository(tmp_path, output, ServingSettings(), GenerationSettings())
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
     assert (output / "gpt" / "1" / "model.onnx").is_file()
@@ -120,5 +121,5 @@ def test_a_flipped_byte_is_not_served(exported: Path, tmp_path: Path, name: str)
         damaged = folder / name
         whole = damaged.read_bytes()
         damaged.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
-        with pytest.raises(UserError, match=rf"{name}: missing, truncated or modified"):
+        with raises(Code.CORRUPT, name):
             check()

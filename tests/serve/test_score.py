@@ -15,10 +15,11 @@ from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.model.checkpoint import Checkpoint
 from lathe_base.config.settings import OfflineEvalSettings, Recipe
 from lathe_base.config.settings.quality import AnswerSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import sha256
 from lathe_serving.client import Client
 from lathe_serving.server import TritonServer
+from tests.support.errors import raises
 
 SENTENCE = "All that glitters is not gold; often have you heard {}"
 ANSWERS = {"*": AnswerSettings(max_tokens=12, stop=["e"])}
@@ -86,36 +87,36 @@ def test_another_model_than_the_served_one_is_refused(
     metadata = json.loads((other / "export.json").read_text())
     metadata["sha256"] = metadata["files"]["model.onnx"]["sha256"] = sha256(other / "model.onnx")
     (other / "export.json").write_text(json.dumps(metadata))
-    with pytest.raises(UserError, match="serves a gpt of SHA-256"):
+    with raises(Code.MISMATCH, server.state.grpc, "gpt"):
         evaluate(RECIPE, other, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
     unknown = RECIPE.model_copy(
         update={"Serving": RECIPE.Serving.model_copy(update={"model_name": "x"})}
     )
-    with pytest.raises(UserError, match="does not serve a model named x"):
+    with raises(Code.NOT_FOUND, server.state.grpc, "x"):
         evaluate(unknown, exported, tmp_path / "out", cloze=cloze, endpoint=server.state.grpc)
-    with pytest.raises(UserError, match="no server answers"):
+    with raises(Code.UNREACHABLE, "127.0.0.1:1"):
         evaluate(RECIPE, exported, tmp_path / "out", cloze=cloze, endpoint="127.0.0.1:1")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("tokens", "index", "targets", "complaint"),
+    ("tokens", "index", "targets", "text"),
     [
-        ([[1, 2]], [[1, 0]], [[3]], "have the shapes"),
-        ([[1, -2]], [[1]], [[3]], "token -2 is out of range"),
-        ([[1, 2]], [[2]], [[3]], "index 2 is out of range"),
-        ([[1, 2]], [[1]], [[384]], "target 384 is out of range"),
-        ([[]], [[0]], [[1]], "nothing to score"),
-        ([[1] * 1025], [[0]], [[1]], "length 1025 is out of range"),
+        ([[1, 2]], [[1, 0]], [[3]], "shapes"),
+        ([[1, -2]], [[1]], [[3]], "token -2"),
+        ([[1, 2]], [[2]], [[3]], "index 2"),
+        ([[1, 2]], [[1]], [[384]], "target 384"),
+        ([[]], [[0]], [[1]], "shapes (1, 0)"),
+        ([[1] * 1025], [[0]], [[1]], "length 1025"),
     ],
 )
 def test_unscorable_texts_are_rejected(
-    client: Client, tokens: object, index: object, targets: object, complaint: str
+    client: Client, tokens: object, index: object, targets: object, text: str
 ) -> None:
     def array(values: object) -> NDArray[np.int64]:
         return np.array(values, np.int64)
 
-    with pytest.raises(UserError, match=complaint):
+    with raises(Code.INVALID_VALUE, text):
         client.score(array(tokens), array(index), array(targets))
     likelihood, _ = client.score(array([[1, 2]]), array([[0, 1]]), array([[2, 3]]))
     assert likelihood.shape == (1, 2) and (likelihood < 0).all()
@@ -153,5 +154,5 @@ def test_text_scores_as_its_tokens_do(
     options = ["--url", server.state.grpc, "--score", continuation]
     run = CliRunner().invoke(app, ["client", text, *options])
     assert run.output.splitlines()[0] == f"log likelihood: {likelihoods.sum():.4g}"
-    with pytest.raises(UserError, match="continuation is empty"):
+    with raises(Code.INVALID_VALUE, "continuation"):
         client.score_text(text, "")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lathe_base.config.settings import GenerationSettings, ServingSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving import client as client_functions
 from lathe_serving import state as serve_state
 from lathe_serving.client import Client
@@ -23,6 +23,7 @@ from lathe_serving.repository import write_repository
 from lathe_serving.server import ANY_PORTS, TRITON_PORTS, free_ports, start
 from lathe_serving.state import STATE_VARIABLE
 from tests.support import warm
+from tests.support.errors import raises
 from tests.support.processes import processes
 
 LASTING = {"max_tokens": 16000, "min_tokens": 16000}
@@ -45,12 +46,12 @@ def test_killed_and_started_again_and_stopped(
 ) -> None:
     folder = tmp_path / "state"
     first = start(repository, serving, folder)
-    with pytest.raises(UserError, match="is already running"):
+    with raises(Code.IN_USE, folder, first.state.http):
         start(repository, serving, folder)
     os.kill(first.state.server.pid, signal.SIGKILL)
     wait_until_gone(first.state.shared_memory)
     assert serve_state.find(folder) is None
-    with Client(first.state.grpc, "gpt") as client, pytest.raises(UserError, match="no server"):
+    with Client(first.state.grpc, "gpt") as client, raises(Code.UNREACHABLE, first.state.grpc):
         client.generate("x")
 
     with start(repository, serving, folder) as second:
@@ -117,10 +118,10 @@ def test_killed_under_load(
         waiting = [pool.submit(client.generate, f"{i}", **LASTING) for i in range(4)]
         os.kill(first.state.server.pid, signal.SIGKILL)
         for stream in streams:
-            with pytest.raises(UserError, match="no server answers"):
+            with raises(Code.UNREACHABLE, first.state.grpc):
                 list(stream)
         for future in waiting:
-            with pytest.raises(UserError, match="no server answers"):
+            with raises(Code.UNREACHABLE, first.state.grpc):
                 future.result()
     wait_until_gone(first.state.shared_memory)
     with start(lasting, serving, tmp_path) as second, Client(second.state.grpc, "gpt") as client:
@@ -142,7 +143,7 @@ def test_a_detached_server_outlives_its_parent(
     triton: None, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
-    with pytest.raises(UserError, match=f"no server is running.*{tmp_path}"):
+    with raises(Code.NOT_RUNNING, tmp_path):
         client_functions.generate("x")
     assert run_python(START_AND_LEAVE, repository, tmp_path).wait(120) == 0
     text = client_functions.generate("x", max_tokens=4, seed=1)
@@ -179,7 +180,7 @@ def test_a_port_in_use_is_named_before_anything_starts(
         other.listen()
         port = other.getsockname()[1]
         ports = ANY_PORTS | {key: port}
-        with pytest.raises(UserError, match=rf"Serving\.{key} {port} .*in use(?s:.*)make stop"):
+        with raises(Code.IN_USE, f"Serving.{key} {port}", "make stop"):
             start(repository, ServingSettings(**ports), tmp_path / "state", with_gateway=True)
     assert not (tmp_path / "state").exists()
 
@@ -190,9 +191,7 @@ def test_a_model_that_does_not_load_shows_the_log(
     repository = tmp_path / "repository"
     write_repository(exported, repository, serving, GenerationSettings())
     (repository / "gpt" / "1" / "model.onnx").write_bytes(b"not a graph")
-    with pytest.raises(
-        RuntimeError, match=r"(?s)model\.onnx: onnxruntime cannot load.*triton\.log"
-    ):
+    with raises(Code.FAILED, "model.onnx: onnxruntime", "triton.log", kind=StageError):
         start(repository, serving, tmp_path / "state")
     wait_until_gone(str(tmp_path))
     assert not (tmp_path / "state" / "server.json").exists()
@@ -200,10 +199,10 @@ def test_a_model_that_does_not_load_shows_the_log(
 
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
-    with pytest.raises(UserError, match="no such interpreter"):
+    with raises(Code.NOT_INSTALLED, tmp_path / "python"):
         find_environment()
     monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
-    with pytest.raises(UserError, match="nvidia-pytriton is not installed"):
+    with raises(Code.NOT_INSTALLED, sys.executable, "nvidia-pytriton"):
         find_environment()
 
 
@@ -213,7 +212,7 @@ def test_triton_may_be_installed_in_the_environment_that_runs(
     python = find_environment().python
     monkeypatch.setattr("lathe_serving.environment.ROOT", tmp_path)
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    with pytest.raises(UserError, match=r"pip install 'lathe\[serve\]'"):
+    with raises(Code.NOT_INSTALLED, "pip install 'lathe[serve]'"):
         find_environment()
     monkeypatch.setattr(sys, "executable", str(python))
     assert find_environment().python == python

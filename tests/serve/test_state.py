@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from lathe_base.config.settings import ServingSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving import state as serve_state
 from lathe_serving.environment import unlink_backends
 from lathe_serving.process import Process, send
 from lathe_serving.server import start
 from lathe_serving.shared_memory import clear_shared_memory
 from lathe_serving.state import STATE_VARIABLE
+from tests.support.errors import raises
 
 NAME = "lathe_0123456789ab"
 PORTS = {"http_port": 8000, "grpc_port": 8001, "metrics_port": 8002}
@@ -124,7 +125,7 @@ def test_invalid_state_is_reported_in_one_line_and_kept(tmp_path: Path, value: A
     path = write(tmp_path, value)
     before = path.read_bytes()
     for function in (serve_state.stop, serve_state.find):
-        with pytest.raises(UserError, match="not a server state file") as caught:
+        with raises(Code.MALFORMED, path) as caught:
             function(tmp_path)
         assert len(caught.value.what.splitlines()) == 1
     assert path.read_bytes() == before
@@ -141,7 +142,7 @@ def test_our_own_process_and_one_that_is_absent_are_safe(tmp_path: Path) -> None
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "fifo"])
 def test_a_state_file_that_is_a_folder_is_reported(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "server.json")
-    with pytest.raises(UserError, match=r"server\.json: not a file"):
+    with raises(Code.WRONG_KIND, tmp_path / "server.json"):
         serve_state.stop(tmp_path)
 
 
@@ -154,7 +155,7 @@ def test_the_command_says_what_is_wrong_and_has_no_traceback(tmp_path: Path) -> 
     path = write(tmp_path, [])
     run = lathe_stop()
     assert (run.returncode, run.stdout) == (2, "")
-    assert re.fullmatch(rf"error: {path}: not a server state file: .*\n  hint: .*\n", run.stderr)
+    assert re.fullmatch(rf"error\[malformed\]: {path}: .*\n  hint: .*\n", run.stderr)
     path.unlink()
     run = lathe_stop()
     assert (run.returncode, run.stdout, run.stderr) == (0, "no server is running\n", "")
@@ -164,7 +165,7 @@ def test_a_server_does_not_start_over_somebodys_file(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
     path = write(tmp_path, {"the user's": "own"})
-    with pytest.raises(UserError, match="not a server state file"):
+    with raises(Code.MALFORMED, path):
         start(repository, serving, tmp_path)
     assert json.loads(path.read_text()) == {"the user's": "own"}
 

@@ -22,12 +22,13 @@ from lathe_base.config.settings import (
     Recipe,
     ServingSettings,
 )
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving import state as serve_state
 from lathe_serving.environment import VLLM_VARIABLE, ServeEnvironment, with_vllm
 from lathe_serving.repository import served_runtimes, write_repository
 from lathe_serving.server import ANY_PORTS
 from tests.support import environments
+from tests.support.errors import raises
 from tests.support.small_export import make_model, save
 
 MODEL = GPTConfig(384, 256, 128, 32, (4, 2, 3), (96, 40, 64))  # as after pruning
@@ -59,7 +60,7 @@ def exports(
 
 
 def test_an_export_that_vllm_cannot_load_is_refused(exported: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no compressed-tensors, which the runtime vllm loads"):
+    with raises(Code.INCOMPLETE, exported, "compressed-tensors"):
         write_repository(exported, tmp_path / "r", recipe("vllm").Serving, GenerationSettings())
     assert not (tmp_path / "r").exists()
 
@@ -80,10 +81,10 @@ def test_an_environment_without_vllm_is_named(
 ) -> None:
     triton = ServeEnvironment(tmp_path, tmp_path, tmp_path, tmp_path, "3.11", (), "0.7.0")
     monkeypatch.setenv(VLLM_VARIABLE, str(tmp_path / "python"))
-    with pytest.raises(UserError, match=r"python: no such interpreter: vLLM needs"):
+    with raises(Code.NOT_INSTALLED, tmp_path / "python"):
         with_vllm(triton)
     monkeypatch.setenv(VLLM_VARIABLE, sys.executable)
-    with pytest.raises(UserError, match="vllm is not installed"):
+    with raises(Code.NOT_INSTALLED, sys.executable, "vllm"):
         with_vllm(triton)
 
 

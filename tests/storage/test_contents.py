@@ -6,10 +6,11 @@ from typing import ClassVar
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import upload, write_text
 from lathe_base.storage.contents import UNKNOWN, content_id
 from lathe_base.storage.verified import LARGE
+from tests.support.errors import raises
 from tests.support.loopback import LoopbackServer, QuietHandler
 
 
@@ -44,7 +45,7 @@ def test_a_large_file_is_read_again_only_when_its_times_change(
 
 
 def test_nothing_there_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
+    with raises(Code.NOT_FOUND, tmp_path / "missing"):
         content_id(str(tmp_path / "missing"))
 
 
@@ -59,7 +60,7 @@ def test_one_byte_behind_the_same_address_counts(s3: str, tmp_path: Path) -> Non
     (tmp_path / "more").write_text("more")
     upload(tmp_path / "more", f"{s3}/texts/b.txt")
     assert content_id(f"{s3}/texts/") != states[1][1]
-    with pytest.raises(UserError, match="not found"):
+    with raises(Code.NOT_FOUND, f"{s3}/nowhere/"):
         content_id(f"{s3}/nowhere/")
 
 

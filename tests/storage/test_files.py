@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from lathe_base.artifacts.kinds import VERDICT
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import (
     atomic_file,
     atomic_folder,
@@ -24,6 +24,7 @@ from lathe_base.storage import (
 )
 from lathe_base.storage import outputs as implementation
 from lathe_base.storage.ownership import Kind
+from tests.support.errors import raises
 
 NOTE = Kind("note", "metadata.json", ("title",))
 
@@ -134,7 +135,7 @@ def test_nothing_but_our_own_is_replaced(tmp_path: Path, how: str) -> None:
     before = sorted(tmp_path.rglob("*"))
     name = kept.relative_to(output).as_posix()
     for attempt in (write, lambda path: claim_output_folder(path, NOTE)):
-        with pytest.raises(UserError, match=f"Lathe did not write.*{name}.*"):
+        with raises(Code.EXISTS, name):
             attempt(output)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -145,7 +146,7 @@ def test_a_pipe_in_place_of_a_metadata_file(tmp_path: Path) -> None:
     (tmp_path / "out" / "metadata.json").unlink()
     os.mkfifo(tmp_path / "out" / "metadata.json")
     for attempt in (write, lambda path: claim_output_folder(path, NOTE)):
-        with pytest.raises(UserError, match=r"Lathe did not write.*metadata\.json.*"):
+        with raises(Code.EXISTS, "metadata.json"):
             attempt(tmp_path / "out")
 
 
@@ -154,7 +155,7 @@ def test_inputs_and_outputs_stay_apart(tmp_path: Path, given: str) -> None:
     (tmp_path / "out" / "inner").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / given)
     for path in (tmp_path / given, tmp_path / "link"):
-        with pytest.raises(UserError, match="the input"):
+        with raises(Code.CONFLICTING_OPTIONS, path):
             claim_output_folder(tmp_path / "out", NOTE, path)
     claim_output_folder(tmp_path / "other", NOTE, tmp_path / "out", "s3://bucket/other", None)
 
@@ -166,10 +167,10 @@ def test_a_file_replaces_its_own_kind_alone(tmp_path: Path) -> None:
     claim_output_file(output, VERDICT)
     for text in ('{"mine": 1}', "a diary", "[" * 100_000):
         output.write_text(text)
-        with pytest.raises(UserError, match="exists, but is not a verdict"):
+        with raises(Code.EXISTS, output, "verdict"):
             claim_output_file(output, VERDICT)
         assert output.read_text() == text
-    with pytest.raises(UserError, match=r"is inside the input"):
+    with raises(Code.CONFLICTING_OPTIONS, tmp_path / "e"):
         claim_output_file(tmp_path / "e" / "metrics.json", VERDICT, tmp_path / "e")
 
 
@@ -187,7 +188,7 @@ def test_a_link_stays_and_its_folder_is_written(tmp_path: Path, exists: bool) ->
 def test_circular_links_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to(tmp_path / "b")
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(UserError, match="form a loop"):
+    with raises(Code.BAD_PATH, tmp_path / "a"):
         write(tmp_path / "a")
 
 
@@ -206,7 +207,7 @@ def test_files_in_a_working_directory_are_replaced(here: Path) -> None:
         write(Path("."), text)
         assert read(here) == written(text) and here.stat().st_ino == inode
     (here / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"Lathe did not write.*notes\.txt"):
+    with raises(Code.EXISTS, "notes.txt"):
         write(Path("."))
     assert read(here) == {**written("new"), "notes.txt": "mine"}
 
@@ -280,7 +281,7 @@ def read_known(folder: Path) -> dict[str, str]:
 def test_new_files_in_a_working_directory_are_kept(here: Path) -> None:
     write(Path("."), "old")
     with (
-        pytest.raises(UserError, match=r"Lathe did not write.*notes\.txt"),
+        raises(Code.EXISTS, "notes.txt"),
         atomic_folder(Path("."), NOTE) as work,
     ):
         (work / "metadata.json").write_text('{"title": "t"}')
@@ -313,7 +314,7 @@ def test_a_metadata_that_lists_files_elsewhere_is_none(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     listed = {"../thesis.txt": sha256(thesis)}
     (tmp_path / "out" / "metadata.json").write_text(json.dumps({"title": "t", "files": listed}))
-    with pytest.raises(UserError, match=r"Lathe did not write.*metadata\.json"):
+    with raises(Code.EXISTS, "metadata.json"):
         write(tmp_path / "out")
     assert thesis.read_text() == "all of it"
 
@@ -349,7 +350,7 @@ with locked(pathlib.Path({str(tmp_path / "out")!r})):
     )
     assert other.stdin and other.stdout and other.stdout.readline()
     started = time.monotonic()
-    with pytest.raises(UserError, match="another process is writing to it"):
+    with raises(Code.IN_USE, tmp_path / "out"):
         write(tmp_path / "out")
     assert time.monotonic() - started < 10
     other.stdin.close()

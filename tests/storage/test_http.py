@@ -5,19 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.ports import free_port
 from lathe_base.storage import fetch
+from tests.support.errors import raises
 from tests.support.loopback import LoopbackServer, QuietHandler
 
 
 def test_a_path_is_itself(tmp_path: Path) -> None:
     assert fetch(str(tmp_path), Path("unused")) == tmp_path
-    with pytest.raises(UserError, match="nothing: no such file or folder"):
+    with raises(Code.NOT_FOUND, tmp_path / "nothing"):
         fetch(str(tmp_path / "nothing"), Path("unused"))
-    with pytest.raises(
-        UserError, match="an empty address"
-    ):  # Path("") would be the working directory
+    with raises(Code.BAD_PATH):  # Path("") would be the working directory
         fetch("", Path("unused"))
 
 
@@ -49,11 +48,11 @@ def test_http_is_tried_again_and_follows_redirects(http: str, tmp_path: Path) ->
 
 
 def test_http_errors(http: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"secret: access denied \(403\)"):
+    with raises(Code.FORBIDDEN, "/secret", "403"):
         fetch(f"{http}/secret", tmp_path)
     assert Flaky.requests == ["/secret"]  # not retried
-    with pytest.raises(UserError, match="5 bytes read, 4 more expected"):
+    with raises(Code.UNREACHABLE, "5 bytes read, 4 more expected"):
         fetch(f"{http}/cut", tmp_path)
-    with pytest.raises(UserError, match="no answer"):
+    with raises(Code.UNREACHABLE, "http://127.0.0.1:"):
         fetch(f"http://127.0.0.1:{free_port()}/x", tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from lathe_base.artifacts.journal import Journal
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 
 def never() -> float:
@@ -38,7 +39,7 @@ def test_a_line_that_was_cut_is_found_again(cut: int, tmp_path: Path) -> None:
 def test_another_identity_is_refused_and_named(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     Journal(path, {"model": "a", "data": "b"}).recall("x", lambda: 1.0)
-    with pytest.raises(UserError, match="with different data"):
+    with raises(Code.STATE_MISMATCH, path, "data"):
         Journal(path, {"model": "a", "data": "c"})
     assert Journal(path, {"model": "a", "data": "b"}).recall("x", never) == 1.0
 
@@ -88,7 +89,7 @@ FIRST = b'{"identity": {"model": "a"}}\n'
 def test_an_invalid_journal_is_rejected_and_kept(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "out.unfinished.jsonl"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"out\.unfinished\.jsonl") as raised:
+    with raises(Code.MALFORMED, "out.unfinished.jsonl") as raised:
         Journal(path, {"model": "a"})
     assert "move the file away" in raised.value.hint
     assert path.read_bytes() == content
@@ -98,11 +99,11 @@ def test_a_folder_or_a_pipe_in_the_journals_place_is_refused(tmp_path: Path) -> 
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for name in ("folder", "pipe"):
-        with pytest.raises(UserError, match=f"{name}: a {name}, not a file"):
+        with raises(Code.WRONG_KIND, f"{name}: a {name}"):
             Journal(tmp_path / name, {})
 
 
 def test_a_finding_of_another_kind_is_refused(tmp_path: Path) -> None:
     Journal(tmp_path / "j.jsonl", {}).recall("scales", lambda: 3.0)
-    with pytest.raises(UserError, match=r"j\.jsonl: the result 'scales' is not a dict"):
+    with raises(Code.MALFORMED, "j.jsonl", "'scales'"):
         Journal(tmp_path / "j.jsonl", {}).recall("scales", dict, dict)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage.manifest import Entry, from_json, require_relative, to_json
 from lathe_base.storage.parts import MAX_PARTS, PART_BYTES, part_count, part_size
+from tests.support.errors import raises
 
 PART = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1)
 NAME = st.lists(PART.filter(lambda p: p not in (".", "..")), min_size=1).map("/".join)
@@ -26,9 +27,9 @@ def test_round_trip(files: dict[str, Entry]) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "a/../x", "/x", "a//x", "", ".", "a/", "a\0"])
 def test_names_that_leave_the_folder(name: str) -> None:
-    with pytest.raises(UserError, match="here"):
+    with raises(Code.UNSAFE, "here"):
         require_relative(name, "here")
-    with pytest.raises(UserError, match="here"):
+    with raises(Code.UNSAFE, "here"):
         from_json(to_json({name: Entry(1, "0" * 64)}), "here")
 
 
@@ -46,7 +47,7 @@ def test_names_that_leave_the_folder(name: str) -> None:
     ],
 )
 def test_invalid_manifests(text: str) -> None:
-    with pytest.raises(UserError, match=r"here: not a Lathe manifest"):
+    with raises(Code.MALFORMED, "here"):
         from_json(text, "here")
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import exists, fetch, upload
 from lathe_base.storage.parts import PART_BYTES
 from lathe_base.storage.s3 import s3_client
 from tests.storage.conftest import Proxy
+from tests.support.errors import raises
 
 PARTS = 6
 SIZE = PARTS * PART_BYTES - 11
@@ -50,7 +51,7 @@ def test_an_interrupted_upload_resumes(
 ) -> None:
     path, uri = (big.parent, f"{s3}/p/") if as_folder else (big, f"{s3}/p")
     proxy.cut_up = 5 * PART_BYTES
-    with pytest.raises(UserError, match="no answer"):
+    with raises(Code.UNREACHABLE, uri):
         upload(path, uri)
     proxy.mend()
     assert not exists(uri)
@@ -66,7 +67,7 @@ def test_an_interrupted_upload_of_other_bytes_starts_over(
     s3: str, big: Path, proxy: Proxy, tmp_path: Path
 ) -> None:
     proxy.cut_up = 5 * PART_BYTES
-    with pytest.raises(UserError):
+    with raises(Code.UNREACHABLE):
         upload(big, f"{s3}/f")
     proxy.mend()
     big.write_bytes(os.urandom(SIZE))
@@ -79,7 +80,7 @@ def test_an_interrupted_fetch_resumes(s3: str, big: Path, proxy: Proxy, tmp_path
     upload(big.parent, f"{s3}/p")
     proxy.mend()
     proxy.cut_down = 5 * PART_BYTES
-    with pytest.raises(UserError, match="no answer"):
+    with raises(Code.UNREACHABLE, f"{s3}/p/"):
         fetch(f"{s3}/p/", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == [".lathe.partial"]
     proxy.mend()
@@ -95,7 +96,7 @@ def test_an_object_that_changed_is_not_gone_on_with(
     upload(big, f"{s3}/f")
     proxy.mend()
     proxy.cut_down = 5 * PART_BYTES
-    with pytest.raises(UserError):
+    with raises(Code.UNREACHABLE):
         fetch(f"{s3}/f", tmp_path / "out")
     proxy.mend()
     big.write_bytes(os.urandom(SIZE))
@@ -148,7 +149,7 @@ def test_a_killed_upload(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> No
     killed.kill()
     killed.wait()
     assert not exists(f"{s3}/p/")
-    with pytest.raises(UserError, match="is unfinished"):
+    with raises(Code.INCOMPLETE, f"{s3}/p/"):
         fetch(f"{s3}/p/", tmp_path / "between")
     assert not any((tmp_path / "between").iterdir())
     proxy.mend()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import (
     exists,
     fetch,
@@ -23,6 +23,7 @@ from lathe_base.storage.object_store import ObjectStore
 from lathe_base.storage.parts import PART_BYTES
 from lathe_base.storage.s3 import S3Multipart
 from lathe_base.storage.stores import STORES, open_store
+from tests.support.errors import raises
 from tests.support.loopback import LoopbackServer, QuietHandler
 
 PARTS = 6
@@ -80,7 +81,7 @@ def test_a_killed_upload_resumes(store: str, source: Path, tmp_path: Path, sent:
     store += "/runs"
     killed("put", source, f"{store}/p")
     assert not exists(f"{store}/p/") and list_uris(f"{store}/") == []
-    with pytest.raises(UserError, match="is unfinished"):
+    with raises(Code.INCOMPLETE, f"{store}/p/"):
         fetch(f"{store}/p/", tmp_path / "between")
     upload(source, f"{store}/p")
     assert 0 < len(sent) <= PARTS - 3
@@ -128,13 +129,13 @@ def test_the_manifest_is_put_last(
 
 def test_a_pointer_is_moved_on_a_condition(store: str) -> None:
     uri = f"{store}/live.json"
-    with pytest.raises(UserError, match=r"live\.json: changed by another process"):
+    with raises(Code.CHANGED, uri):
         replace_text(uri, "1", seen="0")
     assert not exists(uri)
     replace_text(uri, "1", seen=None)
     replace_text(uri, "2", seen="1")
     for seen in ("1", None):
-        with pytest.raises(UserError, match=r"live\.json: changed by another process"):
+        with raises(Code.CHANGED, uri):
             replace_text(uri, "3", seen=seen)
     assert read_text(uri) == "2"
 
@@ -156,7 +157,7 @@ def test_an_object_that_changes_while_it_is_fetched(
             return found
 
         patch.setattr(kind, "stat", then_changed)
-        with pytest.raises(UserError, match="it changed during the download"):
+        with raises(Code.CHANGED, f"{store}/f"):
             fetch(f"{store}/f", tmp_path / "out")
 
 
@@ -195,6 +196,6 @@ def test_a_custom_store_is_not_queried_for_the_buckets_location(
         monkeypatch.setenv(name, "0123456789")
     with LoopbackServer(Store) as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        with pytest.raises(UserError):
+        with raises(Code.FORBIDDEN):
             exists("s3://bucket/private/lathe/key")
     assert asked and not any("location" in path for path in asked)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import (
     exists,
     fetch,
@@ -20,6 +20,7 @@ from lathe_base.storage import (
 )
 from lathe_base.storage.parts import PART_BYTES
 from tests.storage.conftest import Proxy
+from tests.support.errors import raises
 
 NAMES = ("a.txt", "empty", "more/b", "more/deep/ünï çødé #1 ?x=%2F&+.txt", "日本/語")
 
@@ -63,7 +64,7 @@ def test_file(store: str, folder: Path, tmp_path: Path) -> None:
         assert found == tmp_path / "out" / Path(name).name
         assert found.read_bytes() == (folder / name).read_bytes()
     assert len(os.listdir(tmp_path / "out")) == 3
-    with pytest.raises(UserError, match="a prefix"):
+    with raises(Code.BAD_PATH, f"{store}/x/"):
         upload(folder / "big", f"{store}/x/")
 
 
@@ -126,7 +127,7 @@ def test_small_requests(store: str, tmp_path: Path) -> None:
     remove(f"{store}/runs/live.json")
     remove(f"{store}/runs/never-there")
     assert len(list_uris(f"{store}/runs/")) == 2
-    with pytest.raises(UserError, match="not found"):
+    with raises(Code.NOT_FOUND, f"{store}/runs/live.json"):
         read_text(f"{store}/runs/live.json")
 
 
@@ -145,22 +146,22 @@ def test_partial_objects_are_invisible(store: str, tmp_path: Path) -> None:
     write_text(f"{store}/x/e", "")
     assert list_uris(f"{store}/x/") == [f"{store}/x/e"]
     assert not exists(f"{store}/x/d") and exists(f"{store}/x/e")
-    with pytest.raises(UserError, match="is unfinished"):
+    with raises(Code.INCOMPLETE, f"{store}/x/d/"):
         fetch(f"{store}/x/d/", tmp_path)
 
 
 def test_a_folder_that_no_store_can_keep(store: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="contains no files"):
+    with raises(Code.INCOMPLETE, tmp_path):
         upload(tmp_path, f"{store}/p")
     (tmp_path / "link").symlink_to("/tmp", target_is_directory=True)
-    with pytest.raises(UserError, match="a link to a folder"):
+    with raises(Code.WRONG_KIND, tmp_path / "link"):
         upload(tmp_path, f"{store}/p")
     (tmp_path / "link").unlink()
     (tmp_path / "gone").symlink_to("nowhere")
-    with pytest.raises(UserError, match="gone: not a file"):
+    with raises(Code.WRONG_KIND, tmp_path / "gone"):
         upload(tmp_path, f"{store}/p")
     (tmp_path / "gone").unlink()
     (tmp_path / ".lathe.partial").mkdir()
-    with pytest.raises(UserError, match="a download into it is unfinished"):
+    with raises(Code.INCOMPLETE, tmp_path):
         upload(tmp_path, f"{store}/p")
     assert not exists(f"{store}/p")

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import sha256, verified
 from lathe_base.storage.verified import require_intact
+from tests.support.errors import raises
 
 
 @pytest.fixture
@@ -52,9 +53,7 @@ def test_one_flipped_byte_is_found_whatever_the_times_say(data: Path, name: str)
         file.seek(5)
         file.write(b"\xff")
     os.utime(data / name, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(
-        UserError, match=rf"{name}: missing, truncated or modified since metadata\.json"
-    ):
+    with raises(Code.CORRUPT, name, "metadata.json"):
         check(data, listed)
 
 
@@ -71,5 +70,5 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     cache.write_text("a file")
     for _ in range(2):
         check(data, {"large": sha256(data / "large")})
-    with pytest.raises(UserError, match="large: missing"):
+    with raises(Code.CORRUPT, "large"):
         check(data, {"large": "0" * 64})

@@ -1,13 +1,24 @@
 """Tests of errors ask for the code, and for what the message has to name, not for its wording."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar, overload
 
 import pytest
 
 from lathe_base.errors import Code, StageError, UserError
 
+E = TypeVar("E", bound=UserError | StageError)
 
+
+@overload
+def raises(
+    code: Code, *texts: object
+) -> AbstractContextManager[pytest.ExceptionInfo[UserError]]: ...
+@overload
+def raises(
+    code: Code, *texts: object, kind: type[E]
+) -> AbstractContextManager[pytest.ExceptionInfo[E]]: ...
 @contextmanager
 def raises(
     code: Code, *texts: object, kind: type[UserError] | type[StageError] = UserError

@@ -25,7 +25,7 @@ from lathe.train.batches import EvalBatches
 from lathe.train.chunks import CHUNK_ELEMENTS
 from lathe.train.loss import next_token_loss
 from lathe_base.config.settings.types import SensitivityMetric
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 class BatchMetric:
@@ -69,7 +69,7 @@ class BatchMetric:
                 value = _divergence(model, hidden, self.table, self.reference[i]) / n
             if not math.isfinite(value):
                 what = f"the model's {self.metric} is {value}"
-                raise UserError(what, "use an earlier checkpoint")
+                raise UserError(what, "use an earlier checkpoint", Code.NOT_FINITE)
             values.append(value)
         return values
 

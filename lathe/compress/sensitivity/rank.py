@@ -31,7 +31,7 @@ from lathe_base.artifacts.journal import Journal
 from lathe_base.artifacts.kinds import SENSITIVITY
 from lathe_base.config.settings import Recipe, SensitivitySettings
 from lathe_base.config.settings.types import Format
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.progress import track
 from lathe_base.storage import atomic_folder, claim_output_folder, digest
 
@@ -122,11 +122,13 @@ def run_analysis(
         raise UserError(
             f"{model}: is not quantized, but Sensitivity.mode is qat",
             "quantize it first, or -o Sensitivity.mode=ptq",
+            Code.WRONG_KIND,
         )
     if is_quantized and not is_qat:
         raise UserError(
             f"{model}: is already quantized, but Sensitivity.mode is {recipe.Sensitivity.mode}",
             "analyze its parent checkpoint, or -o Sensitivity.mode=qat",
+            Code.WRONG_KIND,
         )
     tokens = open_data(data, recipe, config, checkpoint.tokenizer)
     # Of the settings those that affect measurements: budget and cap only affect the choice.
@@ -270,6 +272,7 @@ def validation_batches(recipe: Recipe, data: TokenDataset) -> EvalBatches:
         raise UserError(
             f"{data.folder}: validation data is shorter than one sequence",
             "give validation a larger share of Data.Eval.dataset.split",
+            Code.TOO_LITTLE_DATA,
         )
     return batches
 

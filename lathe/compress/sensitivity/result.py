@@ -10,7 +10,7 @@ from lathe.model.folder import CheckpointFolder
 from lathe_base.artifacts.kinds import SENSITIVITY, check_files, checked, read_json
 from lathe_base.artifacts.metadata import Files
 from lathe_base.config.settings.types import Format, SensitivityMetric, SensitivityMode
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import sha256
 
 RESULT = SENSITIVITY.metadata_file
@@ -100,13 +100,15 @@ def read_analysis(folder: Path) -> SensitivityResult:
         UserError: there is none, or it is broken.
     """
     if not (folder / RESULT).is_file():
-        raise UserError(f"{folder}: no {RESULT}", "give the folder that `lathe analyze` wrote")
+        raise UserError(
+            f"{folder}: no {RESULT}", "give the folder that `lathe analyze` wrote", Code.WRONG_KIND
+        )
     hint = "analyze the model again"
     values = read_json(folder / RESULT, hint)
     listed = checked(values.pop("files", {}), Files, f"{folder / RESULT}: files", hint)
     result = checked(values, SensitivityResult, str(folder / RESULT), hint)
     if not result.linears:
-        raise UserError(f"{folder / RESULT}: linears is empty", hint)
+        raise UserError(f"{folder / RESULT}: linears is empty", hint, Code.MALFORMED)
     check_files(folder, RESULT, listed, hint)
     return result
 
@@ -130,4 +132,5 @@ def require_matching_analysis(model: CheckpointFolder, folder: Path) -> None:
             f"{folder}: analyzes checkpoint {analysis.model[:12]}, and {model.path} is "
             f"{model.digest[:12]}",
             "run `lathe analyze` on the model to quantize, or give its analysis",
+            Code.MISMATCH,
         )

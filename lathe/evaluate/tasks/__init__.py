@@ -9,7 +9,7 @@ from lathe.evaluate.tasks.json_schema import JsonSchema
 from lathe.evaluate.tasks.multiple_choice import MultipleChoice
 from lathe.evaluate.tasks.task import Task
 from lathe.evaluate.tasks.text import TextPerplexity
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 TEXT, CLOZE = TextPerplexity(), Cloze()
 TASKS: dict[str, Task[Any, Any]] = {
@@ -29,5 +29,7 @@ def task_named(name: str, hint: str) -> Task[Any, Any]:
         UserError: no such task, with this `hint`.
     """
     if name not in TASKS:
-        raise UserError(f"unknown task {name!r}: Lathe supports {', '.join(TASKS)}", hint)
+        raise UserError(
+            f"unknown task {name!r}: Lathe supports {', '.join(TASKS)}", hint, Code.UNKNOWN_NAME
+        )
     return TASKS[name]

@@ -19,7 +19,7 @@ from lathe.evaluate.comparison import Accuracy, Perplexity
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Reader, Task
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
 from lathe_serving.runtime.prompt import encode_pairs
 
@@ -93,7 +93,9 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
                 pairs.append((context, label))
                 documents.append(document)
     if not pairs:
-        raise UserError(f"{path}: no examples", 'give lines of {"text": "..."}')
+        raise UserError(
+            f"{path}: no examples", 'give lines of {"text": "..."}', Code.TOO_LITTLE_DATA
+        )
     encoded = encode_pairs(tokenizer, pairs)
     return [ClozeExample(*ids, name) for ids, name in zip(encoded, documents, strict=True)]
 
@@ -113,18 +115,20 @@ def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
         target = values.get("target", "").strip()
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(
-            f"{where}: malformed line ({type(error).__name__}: {error})", hint
+            f"{where}: malformed line ({type(error).__name__}: {error})", hint, Code.MALFORMED
         ) from None
     require_text(text, where)
     if not text.endswith(target) or target == text:
         raise UserError(
             f"{where}: text {text[-40:]!r} does not end with a target {target[:40]!r} after others",
             'write {"text": "all of it", "target": "it"}',
+            Code.INVALID_VALUE,
         )
     if not target and " " not in text:
         raise UserError(
             f"{where}: text {text[:40]!r} has no space before its last word",
             f'{hint}; without spaces between words, give its end too, as "target"',
+            Code.INVALID_VALUE,
         )
     context = text[: -len(target) if target else text.rindex(" ")].rstrip()
     return context, text[len(context) :], document if isinstance(document, int | str) else None
@@ -148,6 +152,7 @@ def score_cloze(
                 f"example {index}: its last word is {len(example.label)} tokens long, but the "
                 f"model's limit is {max_length}",
                 "remove it from the file",
+                Code.TOO_LONG,
             )
     requests = [
         ScoreRequest(example.context + example.label, len(example.label)) for example in examples

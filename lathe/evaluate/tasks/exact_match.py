@@ -14,7 +14,7 @@ from typing import Any
 
 from lathe.evaluate.comparison import Accuracy
 from lathe.evaluate.tasks.generative import Generative
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
@@ -61,6 +61,7 @@ class ExactMatch(Generative[str]):
             raise UserError(
                 f"{where}: answer {answer!r} is neither a text nor a number",
                 f"a line is {self.example}",
+                Code.MALFORMED,
             )
         return answer
 

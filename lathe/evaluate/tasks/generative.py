@@ -25,7 +25,7 @@ from lathe.evaluate.comparison import AGAIN, Accuracy
 from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer
 from lathe.evaluate.tasks.task import Reader, Task
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
 from lathe_serving.runtime.prompt import TooManyTokens, encode_prompts
 
@@ -105,10 +105,14 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
                     where, count = f"{path}:{number}", count + 1
                     row = parse_json(line, where, f"a line is {self.example}", allow_nan=False)
                     if not isinstance(row, dict):
-                        raise UserError(f"{where}: not an object", f"a line is {self.example}")
+                        raise UserError(
+                            f"{where}: not an object", f"a line is {self.example}", Code.MALFORMED
+                        )
                     yield where, row, self.parse(row, where)
         if not count:
-            raise UserError(f"{path}: no examples", f"a line is {self.example}")
+            raise UserError(
+                f"{path}: no examples", f"a line is {self.example}", Code.TOO_LITTLE_DATA
+            )
 
     def check(self, path: Path) -> None:
         """Check every row without a model; raises as `read` does."""
@@ -129,6 +133,7 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
                         f"{where}: the conversation has {len(ids)} tokens, and an answer up to "
                         f"{max_tokens}, but the model's context is {reader.n_positions}",
                         "remove the line, or lower max_tokens in Offline_Eval.answers",
+                        Code.TOO_LONG,
                     )
             else:
                 text = self.prompt(row)
@@ -154,7 +159,9 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
             prompt = self.prompt(row)
             if not isinstance(prompt, str) or not prompt.strip():
                 raise UserError(
-                    f"{where}: no messages, and no text as prompt", f"a line is {self.example}"
+                    f"{where}: no messages, and no text as prompt",
+                    f"a line is {self.example}",
+                    Code.MALFORMED,
                 )
             require_text(prompt, where)
             if not as_chat:
@@ -165,6 +172,7 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
             raise UserError(
                 f"{where}: the last message is the assistant's, so nothing is left to answer",
                 "end the messages with the user's",
+                Code.INVALID_VALUE,
             )
         return messages, tools
 
@@ -172,7 +180,11 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
         self, scorer: Scorer, examples: list[Prompt[Expected]], limits: ScoreLimits
     ) -> list[Row]:
         if not isinstance(scorer, ResumableAnswers):
-            raise UserError(f"{self.name}: this model does not generate answers", GENERATE_HINT)
+            raise UserError(
+                f"{self.name}: this model does not generate answers",
+                GENERATE_HINT,
+                Code.UNSUPPORTED,
+            )
         requests = [example.request for example in examples]
         found, how = scorer.answers(requests, self.name)
         rows: list[Row] = []
@@ -227,9 +239,12 @@ def _chat_ids(reader: Reader, messages: Any, tools: Any, where: str) -> list[int
     try:
         return reader.chat.ids(messages, tools)
     except PromptError as error:
-        raise UserError(f"{where}: {error}", "correct or remove the line") from None
+        raise UserError(
+            f"{where}: {error}", "correct or remove the line", Code.INVALID_VALUE
+        ) from None
     except TooManyTokens:
         raise UserError(
             f"{where}: the conversation exceeds the model's context of {reader.n_positions} tokens",
             "remove the line",
+            Code.TOO_LONG,
         ) from None

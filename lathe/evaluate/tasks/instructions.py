@@ -20,7 +20,7 @@ from lathe.evaluate.instructions import (
 )
 from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.tasks.generative import Generative, Prompt, Row
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 class Instructions(Generative[list[Instruction]]):
@@ -52,11 +52,14 @@ class Instructions(Generative[list[Instruction]]):
     def parse(self, row: Mapping[str, Any], where: str) -> list[Instruction]:
         names, arguments = row.get("instruction_id_list"), row.get("kwargs")
         if not isinstance(names, list) or not names:
-            raise UserError(f"{where}: no instruction_id_list", f"a line is {self.example}")
+            raise UserError(
+                f"{where}: no instruction_id_list", f"a line is {self.example}", Code.MALFORMED
+            )
         if not isinstance(arguments, list) or len(arguments) != len(names):
             raise UserError(
                 f"{where}: kwargs is not a list of {len(names)}, as instruction_id_list",
                 f"a line is {self.example}",
+                Code.MALFORMED,
             )
         return [
             parse_instruction(name, given, where)

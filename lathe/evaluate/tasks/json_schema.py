@@ -11,7 +11,7 @@ from typing import Any
 
 from lathe.evaluate.comparison import Accuracy
 from lathe.evaluate.tasks.generative import Generative
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,20 @@ class JsonSchema(Generative[ExpectedJson]):
         schema, fields = row.get("schema"), row.get("expected", {})
         hint = f"a line is {self.example}"
         if not isinstance(schema, dict):
-            raise UserError(f"{where}: schema is not an object", hint)
+            raise UserError(f"{where}: schema is not an object", hint, Code.MALFORMED)
         if not isinstance(fields, dict):
-            raise UserError(f"{where}: expected is not an object of fields", hint)
+            raise UserError(f"{where}: expected is not an object of fields", hint, Code.MALFORMED)
         kind = validator_for(schema)
         try:
             kind.check_schema(schema)
         except SchemaError as error:
-            raise UserError(f"{where}: invalid schema: {error.message}", "correct it") from None
+            raise UserError(
+                f"{where}: invalid schema: {error.message}", "correct it", Code.MALFORMED
+            ) from None
         except RecursionError:
-            raise UserError(f"{where}: the schema is nested too deeply", "simplify it") from None
+            raise UserError(
+                f"{where}: the schema is nested too deeply", "simplify it", Code.TOO_LARGE
+            ) from None
         # An empty registry: a schema is never fetched from an address.
         dialect = specification_with(kind.META_SCHEMA["$schema"], default=DRAFT202012)
         resolver = Registry().resolver_with_root(dialect.create_resource(schema))
@@ -77,6 +81,7 @@ class JsonSchema(Generative[ExpectedJson]):
                 raise UserError(
                     f"{where}: the schema has no {reference!r}",
                     "put what a $ref names into the schema itself, under $defs",
+                    Code.UNKNOWN_NAME,
                 ) from None
         validator = kind(schema, registry=Registry())
         return ExpectedJson(validator, fields)

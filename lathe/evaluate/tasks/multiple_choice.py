@@ -21,7 +21,7 @@ from lathe.evaluate.intervals import mean_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.artifacts.kinds import checked
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
 from lathe_serving.runtime.prompt import encode_prompts
 
@@ -68,7 +68,7 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
                 known = document if isinstance(document, int | str) else None
                 questions.append(replace(question, document=known))
     if not questions:
-        raise UserError(f"{path}: no questions", HINT)
+        raise UserError(f"{path}: no questions", HINT, Code.TOO_LITTLE_DATA)
     return questions
 
 
@@ -116,7 +116,9 @@ def _parse(values: Any, where: str) -> tuple[str, list[str], int]:
         prompt, right = _without_markup(swag.prompt()), swag.label
         choices = [_without_markup(ending) for ending in swag.endings]
         if not 0 <= right < len(choices):
-            raise UserError(f"{where}: label {right} of {len(choices)} endings", HINT)
+            raise UserError(
+                f"{where}: label {right} of {len(choices)} endings", HINT, Code.INVALID_VALUE
+            )
     elif "choices" in keys:
         arc = checked(values, ArcLine, where, HINT)
         prompt, choices = f"Question: {arc.question}\nAnswer:", arc.choices.text
@@ -125,15 +127,18 @@ def _parse(values: Any, where: str) -> tuple[str, list[str], int]:
                 f"{where}: answerKey {arc.answerKey!r} with {len(choices)} choices labeled "
                 f"{arc.choices.label}",
                 HINT,
+                Code.INVALID_VALUE,
             )
         right = arc.choices.label.index(arc.answerKey)
     else:
-        raise UserError(f"{where}: neither endings nor choices in {str(values)[:60]!r}", HINT)
+        raise UserError(
+            f"{where}: neither endings nor choices in {str(values)[:60]!r}", HINT, Code.MALFORMED
+        )
     for text in (prompt, *choices):
         if not require_text(text, where).strip():
-            raise UserError(f"{where}: an empty prompt or choice", HINT)
+            raise UserError(f"{where}: an empty prompt or choice", HINT, Code.INVALID_VALUE)
     if len(choices) < 2:
-        raise UserError(f"{where}: fewer than two choices", HINT)
+        raise UserError(f"{where}: fewer than two choices", HINT, Code.INVALID_VALUE)
     return prompt, choices, right
 
 
@@ -151,7 +156,9 @@ def _encode(
     known, *whole = encode_prompts(tokenizer, texts)
     requests = [ScoreRequest(tokens, len(tokens) - len(known)) for tokens in whole]
     if not known or min(request.scored for request in requests) < 1:
-        raise UserError(f"{where}: a prompt or choice without tokens of its own", HINT)
+        raise UserError(
+            f"{where}: a prompt or choice without tokens of its own", HINT, Code.INVALID_VALUE
+        )
     return Question(where, requests, [len(choice) for choice in choices], right)
 
 
@@ -232,6 +239,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
                     f"{question.where}: a choice is {longest} tokens long, but the model's limit "
                     f"is {limits.max_length}",
                     "remove the line from the file",
+                    Code.TOO_LONG,
                 )
         requests = [request for question in examples for request in question.requests]
         answers = iter(answer(scorer, requests, limits.max_length, limits.token_budget, self.name))

@@ -15,7 +15,7 @@ from lathe.data.chat_template import model_template
 from lathe.evaluate.comparison import Measure
 from lathe.evaluate.score_requests import ScoreLimits, Scorer
 from lathe_base.config.settings.quality import AnswerSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import require_file
 
 if TYPE_CHECKING:
@@ -54,11 +54,14 @@ class Reader:
             raise UserError(
                 f"{self.folder}: no chat template, which messages need",
                 "put the model's chat_template.jinja there, or evaluate on rows with a prompt",
+                Code.INCOMPLETE,
             )
         try:
             return ChatTokenizer(ChatTemplate(source), self.tokenizer, self.n_positions)
         except PromptError as error:
-            raise UserError(f"{self.folder}: {error}", "correct the template") from None
+            raise UserError(
+                f"{self.folder}: {error}", "correct the template", Code.MALFORMED
+            ) from None
 
 
 class Task(ABC, Generic[Examples, Unit]):

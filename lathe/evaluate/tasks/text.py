@@ -24,7 +24,7 @@ from lathe.evaluate.intervals import ratio_stderr
 from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base import inputs
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.prompt import bos_ids, encode_prompts
 
 log = logging.getLogger("lathe")
@@ -131,7 +131,9 @@ def read_text(path: Path, tokenizer: Tokenizer) -> TokenizedText:
     read = TokenizedText(tokens, words, tokenized_form, prefix, bool(bos), characters)
     if len(tokens) < 2 or (words < 2 and read.has_words):
         raise UserError(
-            f"{path}: {characters} characters, too short to score", "give a longer text"
+            f"{path}: {characters} characters, too short to score",
+            "give a longer text",
+            Code.TOO_LITTLE_DATA,
         )
     return read
 

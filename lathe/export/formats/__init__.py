@@ -26,7 +26,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
 from lathe_base.config.settings import ExportSettings
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.progress import track
 
 PRECISION, SMALLEST_SUBNORMAL = 2.0**-10, 2.0**-24
@@ -65,7 +65,7 @@ def format_module(name: str) -> Format:
         module = import_module(f"{__name__}.{name.replace('-', '_')}")
     except ImportError as error:
         raise UserError(
-            f"{name} cannot be written: {error}", "pip install lathe[formats]"
+            f"{name} cannot be written: {error}", "pip install lathe[formats]", Code.NOT_INSTALLED
         ) from None
     return cast(Format, module)
 
@@ -113,6 +113,11 @@ def require_values(checkpoint: Checkpoint, folder: Path, name: str) -> None:
             ((got - wanted).abs() <= PRECISION * wanted.abs() + 128 * SMALLEST_SUBNORMAL).all()
         )
         if not is_equal:
-            raise StageError(f"{folder}: {tensor} in {name} differs from the checkpoint")
+            raise StageError(
+                f"{folder}: {tensor} in {name} differs from the checkpoint", Code.NOT_PROVED
+            )
     if written:
-        raise StageError(f"{folder}: {name} has {min(written)}, which the checkpoint does not have")
+        raise StageError(
+            f"{folder}: {name} has {min(written)}, which the checkpoint does not have",
+            Code.NOT_PROVED,
+        )

@@ -35,7 +35,7 @@ from lathe.model.integer_weights import IntegerWeight
 from lathe.model.quantization import LinearFormat, QuantizationPlan
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.artifacts.sampling import GENERATION
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 ENGINE = "transformers"
 FOLDER = METHOD
@@ -50,15 +50,19 @@ def require(config: GPTConfig, folder: Path) -> None:
             f"{folder}: has a prefix of {config.n_prefix} tokens, which transformers does not "
             "compute",
             "quantize its parent with Compress.Quantization.prefix=none",
+            Code.UNSUPPORTED,
         )
     config = uniform(config, folder)
     if not config.is_uniform:
-        raise UserError(f"{folder}: its rotary embedding is not one of transformers'", hint)
+        raise UserError(
+            f"{folder}: its rotary embedding is not one of transformers'", hint, Code.UNSUPPORTED
+        )
     if family.transposed and config.quantization:
         raise UserError(
             f"{folder}: is a {family.title} model, whose Conv1D layers compressed-tensors cannot "
             "quantize",
             hint,
+            Code.UNSUPPORTED,
         )
     plan = config.quantization
     for layer, linear in ((i, x) for i in range(config.n_layer) for x in family.linears):
@@ -69,6 +73,7 @@ def require(config: GPTConfig, folder: Path) -> None:
                 f"{folder}: the {inputs} inputs of {family.block(layer)}.{linear.name} are not a "
                 f"multiple of the group size {fmt.weight.group_size}",
                 f"quantize with another Compress.Quantization.group_size, or {hint}",
+                Code.UNSUPPORTED,
             )
 
 

@@ -54,7 +54,7 @@ from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
 from lathe.model.rope import Rope
 from lathe.model.rotary import frequencies
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -83,9 +83,10 @@ def require(config: GPTConfig, folder: Path) -> None:
         raise UserError(
             f"{folder}: has a prefix of {config.n_prefix} tokens, which GGUF does not support",
             "quantize its parent with Compress.Quantization.prefix=none",
+            Code.UNSUPPORTED,
         )
     if reason := _unsupported(config) or _differs_in_llama_cpp(config):
-        raise UserError(f"{folder}: {reason}", HINT)
+        raise UserError(f"{folder}: {reason}", HINT, Code.UNSUPPORTED)
 
 
 def _unsupported(config: GPTConfig) -> str | None:

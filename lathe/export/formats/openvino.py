@@ -35,7 +35,7 @@ from lathe.model.checkpoint import Checkpoint, fused_rows, join_rows
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.openvino_attention import rotated
 from lathe_serving.runtime.openvino_graph import Heads, Translator, Value, is_lookup
@@ -53,6 +53,7 @@ def require(config: GPTConfig, folder: Path) -> None:
             f"{folder}: has a prefix of {config.n_prefix} tokens, which OpenVINO GenAI does "
             "not support",
             "quantize its parent with Compress.Quantization.prefix=none",
+            Code.UNSUPPORTED,
         )
     windows = [kind.window for kind in config.kinds if kind.window]
     if windows and min(windows) < config.n_positions:
@@ -60,6 +61,7 @@ def require(config: GPTConfig, folder: Path) -> None:
             f"{folder}: attention has a window of {min(windows)} tokens, which OpenVINO GenAI's "
             "paged attention does not read from the file",
             HINT,
+            Code.UNSUPPORTED,
         )
 
 
@@ -101,6 +103,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
                 f"{checkpoint.folder}: its tokenizer's added token {token.content!r} has "
                 "single_word, which OpenVINO does not support",
                 f'set "single_word": false for it in tokenizer.json before training, or {HINT}',
+                Code.UNSUPPORTED,
             )
     model = json.loads(tokenizer.to_str())["model"]
     if model["type"] == "Unigram" and model["byte_fallback"]:  # which openvino_tokenizers ignores
@@ -108,6 +111,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
             f"{checkpoint.folder}: its Unigram tokenizer has byte_fallback, which OpenVINO does "
             "not support",
             HINT,
+            Code.UNSUPPORTED,
         )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),  # which it changes
@@ -121,6 +125,7 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Model, Model]:
             f"{checkpoint.folder}: openvino_tokenizers cannot convert its tokenizer: "
             f"{str(error).splitlines()[0]}",
             HINT,
+            Code.UNSUPPORTED,
         ) from error
     return made
 
@@ -146,7 +151,7 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
 def _value(core: openvino.Core, nodes: dict[str, Node], name: str, shape: torch.Size) -> Tensor:
     """The value of a parameter, without the padding of its last group."""
     if name not in nodes:
-        raise StageError(f"{FILE}: has no {name}")
+        raise StageError(f"{FILE}: has no {name}", Code.FAILED)
     model = Model([ops.result(nodes[name].output(0))], [])
     exact = {"INFERENCE_PRECISION_HINT": "f32"}
     (array,) = core.compile_model(model, "CPU", exact)([]).values()

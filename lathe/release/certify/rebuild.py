@@ -17,7 +17,7 @@ import yaml
 
 from lathe.model.folder import WEIGHTS
 from lathe.release.certify.tensors import first_difference
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.provenance import surroundings
 from lathe_base.provenance.chain import Step, recorded_chain, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY
@@ -97,7 +97,9 @@ def rebuild(
     require_apart(output, folder)
     chain = verify_chain(folder, keys) if keys else recorded_chain(folder)
     if chain is None:
-        raise UserError(f"{folder}: no attestations", "give a folder written by Lathe")
+        raise UserError(
+            f"{folder}: no attestations", "give a folder written by Lathe", Code.WRONG_KIND
+        )
     original = folder
     if chain.statement.step in SERVED:
         chain, original = _served(folder, chain)
@@ -108,9 +110,10 @@ def rebuild(
             raise UserError(
                 f"{folder}: `{name}` is not a repeatable step",
                 f"rebuild the output of {', '.join(COMMANDS)}",
+                Code.UNSUPPORTED,
             )
         if not step.statement.recipe and name != "blend":
-            raise UserError(f"{folder}: `{name}` has no recipe", "attest it again")
+            raise UserError(f"{folder}: `{name}` has no recipe", "attest it again", Code.INCOMPLETE)
     _warn_about_differences(chain.statement)
     originals = {id(before): m.path for s in order for m, before in s.made_by if before}
     originals[id(chain)] = original
@@ -166,10 +169,10 @@ class Corpora:
             return str(corpus.uri).partition(" ")[0]
         if not Path(locate(str(recorded)).location).exists():
             why = f"{recorded}: the corpus no longer exists"
-            raise UserError(why, "give its new location with --corpus")
+            raise UserError(why, "give its new location with --corpus", Code.NOT_FOUND)
         if expected and sha256(recorded) != expected:
             why = f"{recorded}: the corpus has changed"
-            raise UserError(why, "give the original with --corpus")
+            raise UserError(why, "give the original with --corpus", Code.MISMATCH)
         return str(recorded)
 
 
@@ -186,7 +189,9 @@ def _served(folder: Path, chain: Step) -> tuple[Step, Path]:
     export = served_export(chain)
     if export is None:
         raise UserError(
-            f"{folder}: does not serve a graph written by `lathe export`", "give an export"
+            f"{folder}: does not serve a graph written by `lathe export`",
+            "give an export",
+            Code.WRONG_KIND,
         )
     graph = next(name for name in chain.statement.products if is_served(name))
     return export, (folder / graph).parent
@@ -235,7 +240,7 @@ def _claim(output: Path, chain: Step) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         raise foreign_files_error(output, names) from None
     if of != _identity(chain):
-        raise UserError(f"{output}: contains another rebuild", "give another --output")
+        raise UserError(f"{output}: contains another rebuild", "give another --output", Code.EXISTS)
 
 
 def _write_journal(output: Path, chain: Step, done: Sequence[Rebuilt]) -> None:
@@ -286,7 +291,9 @@ def _run(arguments: list[str], statement: Statement, log_file: Path) -> None:
         code = subprocess.run(command, stdout=file, stderr=file, env=variables).returncode
     if code:
         last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
-        raise StageError(f"`lathe {arguments[0]}` failed: {' '.join(last)}; see {log_file}")
+        raise StageError(
+            f"`lathe {arguments[0]}` failed: {' '.join(last)}; see {log_file}", Code.FAILED
+        )
 
 
 def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:

@@ -31,7 +31,7 @@ from lathe.train.saved import PARTIAL, committed_steps
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import StageError
+from lathe_base.errors import Code, StageError
 from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_file, claim_output_file, digest
@@ -106,10 +106,13 @@ class ResumeResult:
             by = self.difference.largest
             how = "has a different shape or type" if by is None else f"differs by up to {by:.3g}"
             raise StageError(
-                f"the resumed training produced a different model: {self.difference.tensor} {how}"
+                f"the resumed training produced a different model: {self.difference.tensor} {how}",
+                Code.NOT_PROVED,
             )
         if not self.kills:
-            raise StageError("the training ended before the first kill: train for more steps")
+            raise StageError(
+                "the training ended before the first kill: train for more steps", Code.NOT_PROVED
+            )
 
 
 def _result(certificate: Path) -> dict[str, dict[str, Any]]:
@@ -246,7 +249,9 @@ class Training:
         """
         if self.process.wait():
             tail = self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-            raise StageError(f"the training exited with status {self.process.returncode}:\n{tail}")
+            raise StageError(
+                f"the training exited with status {self.process.returncode}:\n{tail}", Code.FAILED
+            )
 
     def kill_at(self, planned: PlannedKill) -> Kill | None:
         """Wait for the planned moment and kill; None if the training ends before.

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from rich.table import Table
 
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.inputs import first_mistake, parse_json, read_text
 
 ADVISORIES, STATEMENTS = (
@@ -204,7 +204,8 @@ def require_audited(release: Path, vex: Sequence[Path]) -> None:
         raise StageError(
             f"rejected by Production.require (audit): {release / ENVIRONMENT_SBOM} has "
             f"{len(vulnerabilities)} known vulnerabilities, {worst} among them: `lathe audit` "
-            "lists all"
+            "lists all",
+            Code.GATE,
         )
 
 
@@ -217,10 +218,10 @@ def _components(sbom: Path) -> Iterator[PackageURL]:
     path = sbom / ENVIRONMENT_SBOM if sbom.is_dir() else sbom
     hint = "write one with `lathe sbom`; a release has one if it was published with --model"
     if not path.exists():
-        raise UserError(f"{path}: no such file", hint)
+        raise UserError(f"{path}: no such file", hint, Code.NOT_FOUND)
     values = _read(path, hint)
     if not isinstance(values, dict) or values.get("bomFormat") != "CycloneDX":
-        raise UserError(f"{path}: not a bill of materials in CycloneDX JSON", hint)
+        raise UserError(f"{path}: not a bill of materials in CycloneDX JSON", hint, Code.WRONG_KIND)
     for component in values.get("components", []):
         if purl := component.get("purl"):
             yield PackageURL.from_string(purl)
@@ -270,4 +271,4 @@ def _parsed(kind: TypeAdapter[list[Any]], values: Any, path: Path) -> list[Any]:
     try:
         return kind.validate_python(values)
     except ValidationError as error:
-        raise UserError(f"{path}: {first_mistake(error)}", HINT) from None
+        raise UserError(f"{path}: {first_mistake(error)}", HINT, Code.MALFORMED) from None

@@ -21,7 +21,7 @@ from lathe.report.cards.figures import Figure, read_figures
 from lathe_base.artifacts.kinds import EXPORT, open_export, read_as
 from lathe_base.artifacts.metadata import ExportMetadata
 from lathe_base.artifacts.origin import Origin
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.storage import sha256
 
 
@@ -98,7 +98,11 @@ def read_evidence(
     """
     if (model / EXPORT.metadata_file).is_file():
         if exported is not None:
-            raise UserError(f"{model}: is already an export", "give its checkpoint with --export")
+            raise UserError(
+                f"{model}: is already an export",
+                "give its checkpoint with --export",
+                Code.WRONG_KIND,
+            )
         evidence = _export_evidence(model)
     else:
         evidence = _checkpoint_evidence(model, exported, data)
@@ -148,6 +152,7 @@ def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) 
         raise UserError(
             f"{exported} was exported from a checkpoint other than {model}",
             "give the checkpoint that it came from",
+            Code.MISMATCH,
         )
     return Evidence(
         name=name,
@@ -169,6 +174,7 @@ def _origin(meta: dict[str, Any], folder: Path, data: Path | None) -> Origin:
         raise UserError(
             f"{folder} was trained on a data set other than {data}",
             f"omit --data: {MARKER} records the training data",
+            Code.MISMATCH,
         )
     return origin.model_copy(update={"data": given})
 
@@ -180,4 +186,5 @@ def _require_known_model(
         raise UserError(
             f"{folder}: belongs to a model other than {model}",
             "give the evaluation and verdict of this checkpoint or of its --export",
+            Code.MISMATCH,
         )

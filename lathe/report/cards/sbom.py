@@ -15,7 +15,7 @@ from packageurl import PackageURL
 
 from lathe.report.cards.documents import new_bom, properties, sha256_hash, to_text, to_values
 from lathe_base import __version__
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
 from lathe_base.storage import sha256
 
@@ -76,12 +76,14 @@ def read_lock(path: Path) -> list[Pinned]:
             if pins:
                 pins[-1].wanted_by.append(match[1])
         elif not line.startswith("#"):
-            raise UserError(f"{path}:{number}: does not pin a package: {line[:80]}", HINT)
+            raise UserError(
+                f"{path}:{number}: does not pin a package: {line[:80]}", HINT, Code.MALFORMED
+            )
     if not pins:
-        raise UserError(f"{path}: does not pin any package", HINT)
+        raise UserError(f"{path}: does not pin any package", HINT, Code.MALFORMED)
     for package in pins:
         if not package.hashes:
-            raise UserError(f"{path}: {package.name} has no --hash=sha256", HINT)
+            raise UserError(f"{path}: {package.name} has no --hash=sha256", HINT, Code.INCOMPLETE)
     return pins
 
 
@@ -132,6 +134,7 @@ def _image(reference: str) -> Component:
         raise UserError(
             f"{reference}: not an image reference with a digest",
             "give NAME@sha256:DIGEST, as images/refs.json lists it after `make push`",
+            Code.INVALID_VALUE,
         )
     image, tag = match["name"], match["tag"]
     short = image.rpartition("/")[2]
@@ -150,7 +153,11 @@ def _base(reference: str) -> Component:
     namespace, _, short = path.rpartition("/")
     if not short or "/" in tag:
         what = f"{reference}: not an image reference with a tag"
-        raise UserError(what, "give HOST/NAME:TAG, such as nvcr.io/nvidia/tritonserver:26.07-py3")
+        raise UserError(
+            what,
+            "give HOST/NAME:TAG, such as nvcr.io/nvidia/tritonserver:26.07-py3",
+            Code.INVALID_VALUE,
+        )
     purl = PackageURL("docker", namespace or None, short, tag, {"repository_url": host})
     return Component(
         name=image,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from lathe_base.config.megatron.flags import DEFAULTS, NUMBERS, SIZES, SWITCHES, WORDS
 from lathe_base.config.megatron.shell import ASSIGNMENT, POSITIONAL, Variables, read_flags
 from lathe_base.config.text import Mistake, parse
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 from lathe_base.inputs import read_text
 
 MAX_BYTES = 1 << 20
@@ -102,10 +102,10 @@ class Command:
     def __contains__(self, flag: str) -> bool:
         return flag in self.flags
 
-    def refuse(self, flag: str, why: str, hint: str) -> NoReturn:
+    def refuse(self, flag: str, why: str, hint: str, code: Code) -> NoReturn:
         """Raise UserError about a flag."""
         text = " ".join([f"--{flag}", *self.flags.get(flag, [])])
-        raise UserError(f"{self.source}: {printable(text)}: {why}", hint)
+        raise UserError(f"{self.source}: {printable(text)}: {why}", hint, code)
 
     def word(self, flag: str) -> str | None:
         """The only value of a flag; None if it is not given."""
@@ -114,9 +114,9 @@ class Command:
             return None
         for value in values:
             if why := self.variables.why_unknown(value):
-                raise UserError(f"{self.source}: --{flag}: {why}", UNDECIDED)
+                raise UserError(f"{self.source}: --{flag}: {why}", UNDECIDED, Code.INCOMPLETE)
         if len(values) != 1:
-            self.refuse(flag, f"has {len(values)} values", "give one")
+            self.refuse(flag, f"has {len(values)} values", "give one", Code.INVALID_VALUE)
         return values[0]
 
     def size(self, flag: str) -> int | None:
@@ -125,7 +125,7 @@ class Command:
         if value is None:
             return None
         if not re.fullmatch(r"\d{1,18}(\.0*)?", value):
-            self.refuse(flag, "not a whole number", "give a whole number")
+            self.refuse(flag, "not a whole number", "give a whole number", Code.INVALID_VALUE)
         return int(value.partition(".")[0])
 
     def number(self, flag: str) -> float | None:
@@ -134,9 +134,9 @@ class Command:
         try:
             parsed = None if value is None else float(value)
         except ValueError:
-            self.refuse(flag, "not a number", "give a number")
+            self.refuse(flag, "not a number", "give a number", Code.INVALID_VALUE)
         if parsed is not None and not abs(parsed) < float("inf"):
-            self.refuse(flag, "not a finite number", "give a number")
+            self.refuse(flag, "not a finite number", "give a number", Code.INVALID_VALUE)
         return parsed
 
     def required_size(self, flag: str) -> int:
@@ -155,7 +155,9 @@ class Command:
 
     def _default(self, flag: str) -> float:
         if flag not in DEFAULTS:
-            raise UserError(f"{self.source}: no --{flag}", "add it: it has no default")
+            raise UserError(
+                f"{self.source}: no --{flag}", "add it: it has no default", Code.MISSING_OPTION
+            )
         return DEFAULTS[flag]
 
     def check(self) -> None:
@@ -167,10 +169,12 @@ class Command:
         for flag, supported in WORDS.items():
             if self.word(flag) not in (None, *supported):
                 hint = f"only {' and '.join(supported)} is supported"
-                self.refuse(flag, "changes the numbers and is not supported", hint)
+                self.refuse(
+                    flag, "changes the numbers and is not supported", hint, Code.UNSUPPORTED
+                )
         for flag in SWITCHES:
             if self.flags.get(flag):
-                self.refuse(flag, "takes no value", "remove the value")
+                self.refuse(flag, "takes no value", "remove the value", Code.INVALID_VALUE)
 
 
 def read_command(sources: Sequence[str]) -> Command:
@@ -194,11 +198,13 @@ def read_command(sources: Sequence[str]) -> Command:
             command.deepspeed = read_deepspeed(path)
             continue
         if path.stat().st_size >= MAX_BYTES // 4:
-            raise UserError(f"{path}: too long for a script", HINT)
+            raise UserError(f"{path}: too long for a script", HINT, Code.TOO_LARGE)
         command.source = str(path)
         _add(command, read_flags(text, str(path), command.variables))
     if not command.flags:
-        raise UserError(f"{printable(' '.join(sources), 100)}: no flags and no such file", HINT)
+        raise UserError(
+            f"{printable(' '.join(sources), 100)}: no flags and no such file", HINT, Code.NOT_FOUND
+        )
     named = command.flags.get("deepspeed-config", [])
     if command.deepspeed is None and len(named) == 1:
         beside = [Path(command.source).parent / named[0], Path(named[0])]
@@ -222,7 +228,7 @@ def _add_text(command: Command, text: str) -> None:
             command.variables.pinned[name] = value
         return
     if "--" not in text:
-        raise UserError(f"{printable(text, 100)}: no flags and no such file", HINT)
+        raise UserError(f"{printable(text, 100)}: no flags and no such file", HINT, Code.NOT_FOUND)
     _add(command, read_flags(text, command.source, command.variables))
 
 
@@ -238,8 +244,10 @@ def _add(command: Command, words: Sequence[str]) -> None:
             command.notes.append(f"{word}, the arguments of the script, may add flags")
         else:
             if why := command.variables.why_unknown(word):
-                raise UserError(f"{command.source}: {why}", UNDECIDED)
-            raise UserError(f"{command.source}: {printable(word)} is not a flag", HINT)
+                raise UserError(f"{command.source}: {why}", UNDECIDED, Code.INCOMPLETE)
+            raise UserError(
+                f"{command.source}: {printable(word)} is not a flag", HINT, Code.MALFORMED
+            )
 
 
 def _is_file(path: Path) -> bool:
@@ -260,20 +268,26 @@ def read_deepspeed(path: Path) -> DeepSpeed:
     try:
         values, _ = parse(read_text(path, DEEPSPEED_HINT).encode())  # JSON is YAML
     except Mistake as mistake:
-        raise UserError(f"{file}: not JSON: {mistake.reason}", DEEPSPEED_HINT) from None
+        raise UserError(
+            f"{file}: not JSON: {mistake.reason}", DEEPSPEED_HINT, Code.MALFORMED
+        ) from None
     if not isinstance(values, dict):
-        raise UserError(f"{file}: not a JSON object", DEEPSPEED_HINT)
+        raise UserError(f"{file}: not a JSON object", DEEPSPEED_HINT, Code.MALFORMED)
     for key, why in REFUSED.items():
         feature = values.get(key)
         if isinstance(feature, dict):  # a group without a switch is on
             feature = feature.get("enabled", bool(feature))
         if feature:
-            raise UserError(f"{file}: {key} changes the numbers: {why}", f"remove {key}")
+            raise UserError(
+                f"{file}: {key} changes the numbers: {why}", f"remove {key}", Code.UNSUPPORTED
+            )
     read = _DeepSpeedGroup(file, values)
     half = read.group("fp16")
     if half.values.get("consecutive_hysteresis"):
         what = f"{file}: fp16.consecutive_hysteresis is not supported"
-        raise UserError(what, "remove it: hysteresis then counts from one growth to the next")
+        raise UserError(
+            what, "remove it: hysteresis then counts from one growth to the next", Code.UNSUPPORTED
+        )
     brain = read.group("bf16" if "bf16" in values else "bfloat16")
     zero = read.group("zero_optimization")
     dtypes = [
@@ -282,7 +296,9 @@ def read_deepspeed(path: Path) -> DeepSpeed:
         if group.values.get("enabled") is True
     ]
     if len(dtypes) > 1:
-        raise UserError(f"{file}: enables fp16 and bf16", "disable one of them")
+        raise UserError(
+            f"{file}: enables fp16 and bf16", "disable one of them", Code.CONFLICTING_OPTIONS
+        )
     offloaded = zero.values.get("offload_optimizer", {})
     return DeepSpeed(
         file=file,
@@ -322,7 +338,9 @@ class _DeepSpeedGroup:
     def group(self, key: str) -> "_DeepSpeedGroup":
         value = self.values.get(key, {})
         if not isinstance(value, dict):
-            raise UserError(f"{self.file}: {key} is not an object", DEEPSPEED_HINT)
+            raise UserError(
+                f"{self.file}: {key} is not an object", DEEPSPEED_HINT, Code.INVALID_VALUE
+            )
         return _DeepSpeedGroup(self.file, value, f"{key}.")
 
     def number(self, key: str, default: float) -> float:
@@ -332,7 +350,7 @@ class _DeepSpeedGroup:
             what = (
                 f"{self.file}: {self.above}{key} is {printable(value, 60)}, not a number from 0 on"
             )
-            raise UserError(what, "give a number")
+            raise UserError(what, "give a number", Code.INVALID_VALUE)
         return float(value)
 
     def optional(self, key: str) -> int | None:

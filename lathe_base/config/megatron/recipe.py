@@ -9,7 +9,7 @@ from lathe_base.config.megatron.flags import CHANGES, REFUSED, SPLIT, TAKEN, WIT
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.base import flat
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 BASE = "megatron"
 ALWAYS = ("Global.", "Model.hidden_size", "Model.num_", "Optimizer.lr.m", "Distributed.")
@@ -43,7 +43,7 @@ def recipe_from_megatron(sources: Sequence[str], gpus: int | None = None) -> str
         if flag.endswith("parallel-size") and command.flags[flag] == ["1"]:
             continue
         command.refuse(flag, f"changes the numbers and is not supported: {REFUSED[flag]}",
-                       "remove the flag, if the training may differ")  # fmt: skip
+                       "remove the flag, if the training may differ", Code.UNSUPPORTED)  # fmt: skip
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
     for key, value, comment in translate_settings(command, gpus):
@@ -68,7 +68,7 @@ def _checked(settings: dict[str, Any], command: Command) -> Recipe:
         overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         return load_recipe(BASE, overrides)
     except UserError as error:
-        raise UserError(f"{command.source}: {error.what}", "change the flag") from None
+        raise UserError(f"{command.source}: {error.what}", "change the flag", error.code) from None
 
 
 def _notes(command: Command) -> Iterator[str]:
@@ -165,12 +165,17 @@ def translate_settings(command: Command, gpus: int | None) -> Iterator[tuple[str
     try:
         parts = [int(x) if x.strip().isdigit() else float(x) for x in split.split(",")]
     except ValueError:
-        command.refuse("split", "not three numbers", "write it as 949,50,1")
+        command.refuse("split", "not three numbers", "write it as 949,50,1", Code.INVALID_VALUE)
     yield "Data.Train.dataset.split", parts, ""
     resets = [f for f in ("reset-attention-mask", "reset-position-ids") if f in command]
     if len(resets) == 1:
         why = "changes the numbers; Lathe resets attention and positions together, or neither"
-        command.refuse(resets[0], why, "give both --reset-attention-mask and --reset-position-ids")
+        command.refuse(
+            resets[0],
+            why,
+            "give both --reset-attention-mask and --reset-position-ids",
+            Code.UNSUPPORTED,
+        )
     yield "Data.reset_attention", bool(resets), "at document boundaries" if resets else ""
 
 
@@ -181,10 +186,12 @@ def _model(command: Command) -> Iterator[tuple[str, Any, str]]:
     positions = command.required_size("max-position-embeddings")
     if "kv-channels" in command and command.required_size("kv-channels") * heads != hidden:
         why = f"changes the numbers: heads of hidden-size / num-attention-heads {heads} only"
-        command.refuse("kv-channels", why, "remove it")
+        command.refuse("kv-channels", why, "remove it", Code.UNSUPPORTED)
     for flag in ("layernorm-epsilon", "norm-epsilon"):
         if command.number(flag) not in (None, 1e-5):
-            command.refuse(flag, "changes the numbers: GPT-2's is 1e-5", "remove it")
+            command.refuse(
+                flag, "changes the numbers: GPT-2's is 1e-5", "remove it", Code.UNSUPPORTED
+            )
     yield "Data.Train.dataset.max_seq_len", length, ""
     if positions != length:
         yield "Model.max_position_embeddings", positions, ""
@@ -214,7 +221,9 @@ def _model(command: Command) -> Iterator[tuple[str, Any, str]]:
         per_rank = layers // max(1, command.required_size("pipeline-model-parallel-size"))
         if not each or per_rank % each:
             why = f"does not divide the {per_rank} layers of a pipeline rank"
-            command.refuse("num-layers-per-virtual-pipeline-stage", why, "give a divisor")
+            command.refuse(
+                "num-layers-per-virtual-pipeline-stage", why, "give a divisor", Code.LAYOUT
+            )
         yield "Model.virtual_pp_degree", per_rank // each, ""
 
 
@@ -224,13 +233,19 @@ def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
         raise UserError(
             f"{command.source}: no --lr-decay-style: the default is linear, which is not supported",
             "add --lr-decay-style cosine, if the learning rate may decay as a cosine",
+            Code.UNSUPPORTED,
         )
     by_samples = "train-samples" in command
     unit = "samples" if by_samples else "iters"
     for kind in ("train", "lr-decay", "lr-warmup"):
         other = f"{kind}-{'iters' if by_samples else 'samples'}"
         if command.size(other):
-            command.refuse(other, f"contradicts --train-{unit}", f"give --{kind}-{unit}")
+            command.refuse(
+                other,
+                f"contradicts --train-{unit}",
+                f"give --{kind}-{unit}",
+                Code.CONFLICTING_OPTIONS,
+            )
     batch = 1
     if by_samples:
         total = command.size("global-batch-size") or (command.deepspeed and command.deepspeed.total)
@@ -243,7 +258,12 @@ def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
     warmup = command.number("lr-warmup-fraction")
     first = command.size(f"lr-warmup-{unit}") or 0
     if warmup is not None and first:
-        command.refuse("lr-warmup-fraction", f"contradicts --lr-warmup-{unit}", "give one of them")
+        command.refuse(
+            "lr-warmup-fraction",
+            f"contradicts --lr-warmup-{unit}",
+            "give one of them",
+            Code.CONFLICTING_OPTIONS,
+        )
     yield "Optimizer.lr.decay_steps", decay_steps, comment
     comment = f"{first:,} {'samples' if by_samples else 'steps'}" if first else ""
     if warmup is None:
@@ -260,7 +280,7 @@ def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
     if ds is not None:
         if ds.clip and "clip-grad" in command and ds.clip != clip:
             why = f"{ds.file} has gradient_clipping {ds.clip:g}"
-            command.refuse("clip-grad", why, "make them agree")
+            command.refuse("clip-grad", why, "make them agree", Code.MISMATCH)
         clip = ds.clip
     comment = "" if clip else "never clips"
     if ds is not None and not clip:
@@ -272,12 +292,13 @@ def _precision(command: Command) -> Iterator[tuple[str, Any, str]]:
     ds = command.deepspeed
     dtypes = [name for flag, name in (("fp16", "float16"), ("bf16", "bfloat16")) if flag in command]
     if len(dtypes) > 1:
-        command.refuse("fp16", "contradicts --bf16", "give one of them")
+        command.refuse("fp16", "contradicts --bf16", "give one of them", Code.CONFLICTING_OPTIONS)
     dtype = dtypes[0] if dtypes else "float32"
     if ds is not None and ds.dtype != dtype:
         raise UserError(
             f"{command.source}: the flags train in {dtype}, {ds.file} in {ds.dtype}",
             "make them agree: --fp16 and fp16.enabled, or --bf16 and bf16.enabled",
+            Code.MISMATCH,
         )
     yield "Engine.mix_precision.dtype", dtype, ""
     yield "Engine.mix_precision.level", "O1" if dtype == "float32" else "O2", ""
@@ -319,6 +340,7 @@ def _data_parallel(command: Command, gpus: int | None) -> int | None:
             f"--gpus {gpus} is not a multiple of {tp} * {pp}, the tensor- and pipeline-parallel "
             "sizes",
             "give the number of all GPUs of the training",
+            Code.LAYOUT,
         )
     return gpus // (tp * pp)
 
@@ -335,13 +357,16 @@ def distributed(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, 
     stage = command.size("zero-stage") or 0
     if ds is not None:
         if "zero-stage" in command and ds.stage != stage:
-            command.refuse("zero-stage", f"{ds.file} has stage {ds.stage}", "make them agree")
+            command.refuse(
+                "zero-stage", f"{ds.file} has stage {ds.stage}", "make them agree", Code.MISMATCH
+            )
         stage = ds.stage
     if stage and replicas is None:
         raise UserError(
             f"{command.source}: ZeRO stage {stage} shards over all data-parallel ranks, whose "
             "number is not in the flags",
             "give the number of GPUs, such as --gpus 8",
+            Code.MISSING_OPTION,
         )
     yield "Distributed.dp_degree", "auto" if replicas is None else 1 if stage else replicas, ""
     yield "Distributed.mp_degree", tp, ""
@@ -370,7 +395,11 @@ def batch(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
         _require_equal(command, "micro-batch-size", micro, ds.micro, same)
         total, micro = total or ds.total, micro or ds.micro
     if not micro:
-        raise UserError(f"{command.source}: no --micro-batch-size", "add it: it has no default")
+        raise UserError(
+            f"{command.source}: no --micro-batch-size",
+            "add it: it has no default",
+            Code.MISSING_OPTION,
+        )
     pp = command.required_size("pipeline-model-parallel-size")
     if total is None and replicas is not None:
         total = micro * replicas * ((ds and ds.accumulate) or 1)
@@ -396,4 +425,6 @@ def _require_equal(
 ) -> None:
     if value and other and value != other:
         assert command.deepspeed is not None
-        command.refuse(flag, f"{command.deepspeed.file} has {key} {other}", "make them agree")
+        command.refuse(
+            flag, f"{command.deepspeed.file} has {key} {other}", "make them agree", Code.MISMATCH
+        )

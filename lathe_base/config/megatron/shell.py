@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[\d*\])?(\+?)=(.*)", re.DOTALL)
 VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|([A-Za-z_]\w*))")
@@ -128,12 +128,14 @@ def read_flags(text: str, source: str, variables: Variables) -> list[str]:
                 continue
             if not script[1].startswith("gpt"):
                 what = f"{source}: {printable(word)} trains another kind of model"
-                raise UserError(what, "give the flags of pretrain_gpt.py")
+                raise UserError(what, "give the flags of pretrain_gpt.py", Code.WRONG_KIND)
             if command[i + 1 :] not in flags:
                 flags.append(command[i + 1 :])
     if len(flags) > 1:
         what = f"{source}: contains {len(flags)} different pretrain_gpt.py commands"
-        raise UserError(what, "give a file with one of them, or its flags as text")
+        raise UserError(
+            what, "give a file with one of them, or its flags as text", Code.CONFLICTING_OPTIONS
+        )
     if flags:
         return flags[0]
     words = [word for command in commands for word in command]
@@ -194,7 +196,7 @@ def _tokens(text: str, source: str) -> list[str]:
         tokens = list(lexer)
     except ValueError:
         what = f"{source}: cannot be read as a shell script: a quote does not end"
-        raise UserError(what, "give only the flags, as text or in a file") from None
+        raise UserError(what, "give only the flags, as text or in a file", Code.MALFORMED) from None
     found = []
     for token in tokens:
         # `)` and the end of a line come as one token, which an array must not swallow.

@@ -24,7 +24,7 @@ from lathe.export.export import export
 from lathe.release.certify.rebuild import JOURNAL, compare, rebuild
 from lathe_base.artifacts.release import release_digests
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.provenance import bundle
 from lathe_base.provenance.chain import recorded_chain
 from lathe_base.provenance.envelope import seal
@@ -34,6 +34,7 @@ from lathe_base.storage import sha256
 from lathe_base.storage.attested import NAMES
 from tests.support import warm
 from tests.support.attested import OVERRIDES, AttestedRun
+from tests.support.errors import raises
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +68,13 @@ def test_the_first_differing_tensor_is_reported(made: AttestedRun, tmp_path: Pat
     assert "elements differ, by" in done[-1].detail
     assert json.loads((tmp_path / "again" / JOURNAL).read_text())["steps"][1]["different"]
     shutil.rmtree(made.dense)
-    with pytest.raises(UserError, match="no attestations"):
+    with raises(Code.WRONG_KIND, made.dense):
         rebuild(made.dense, tmp_path / "again")
 
 
 def test_unrepeatable_runs(made: AttestedRun, tmp_path: Path) -> None:
     output = tmp_path / "again"
-    with pytest.raises(UserError, match="`evaluate` is not a repeatable step"):
+    with raises(Code.UNSUPPORTED, "`evaluate`"):
         rebuild(made.folder / "verdict.json", output)
     (made.folder / "corpus.txt").unlink()
     elsewhere = made.folder / "moved.txt"
@@ -82,16 +83,16 @@ def test_unrepeatable_runs(made: AttestedRun, tmp_path: Path) -> None:
     statement = statements[0].statement
     statement.predicate.build_definition.resolved_dependencies[0].uri = place
     bundle.write(made.data, [seal(statement, None, "")])
-    with pytest.raises(UserError, match="no longer exists"):
+    with raises(Code.NOT_FOUND, made.folder / "corpus.txt"):
         rebuild(made.data, output)
     elsewhere.write_text("another text\n" * 3000)
     (found,) = rebuild(made.data, output, corpora=[str(elsewhere)])
     assert "tokens.bin" in found.different
-    with pytest.raises(UserError, match="contains another rebuild"):
+    with raises(Code.EXISTS, output):
         rebuild(made.dense, output)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(UserError, match=r"notes\.txt"):
+    with raises(Code.EXISTS, "notes.txt"):
         rebuild(made.dense, tmp_path / "mine")
 
 
@@ -138,7 +139,7 @@ def test_a_release_that_serves_another_graph_than_it_was_made_from_is_not_rebuil
 ) -> None:
     shutil.copyfile(made.onnx / "model.onnx", made.dense_onnx / "model.onnx")
     release = write_release(made, tmp_path / "release")
-    with pytest.raises(UserError, match="does not serve a graph written by `lathe export`"):
+    with raises(Code.WRONG_KIND, release):
         rebuild(release, tmp_path / "again")
 
 

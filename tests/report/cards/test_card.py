@@ -18,8 +18,9 @@ from lathe.report.cards.card import model_card
 from lathe.report.cards.evidence import read_evidence
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from tests.report.cards.conftest import QUICK, STATED, Stages
+from tests.support.errors import raises
 from tests.support.small_run import SMALL
 
 FILES = {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
@@ -182,7 +183,7 @@ def test_evidence_of_another_model_is_refused(
 ) -> None:
     if changes.get("verdict", "") is not None:
         changes |= {"exported": None}
-    with pytest.raises(UserError, match=message):
+    with raises(Code.MISMATCH, message):
         full(stages, **changes)
 
 
@@ -202,7 +203,7 @@ def test_the_command_takes_what_was_stated_later_and_keeps_a_card_that_was_edite
     output.write_text(output.read_text().replace("continues", "completes"))
     assert not CARD.is_one(output)
     done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, UserError) and "not a model card" in str(done.exception)
+    assert isinstance(done.exception, UserError) and done.exception.code is Code.EXISTS
 
 
 def full(stages: Stages, model: str = "int8", **changes: Any) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from lathe.report.cards.bom import model_bom
 from lathe.report.cards.evidence import read_evidence
 from lathe.report.cards.sbom import environment_sbom
+from lathe_base.errors import Code
 from tests.report.cards.conftest import Stages
 from tests.report.cards.test_bom import validated
 from tests.support.command_line import lathe
@@ -39,11 +40,16 @@ def test_a_file_in_a_checkpoint_and_a_folder_that_is_none_are_refused(
     model = str(stages.models["dense"])
     edited = tmp_path / "b.json"
     edited.write_text(json.dumps({"bomFormat": "CycloneDX", "serialNumber": "urn:uuid:mine"}))
-    for arguments, says in (
-        (["card", model, "--output", f"{model}/config.json"], "is inside the input"),
-        (["card", str(tmp_path), "--output", "README.md"], "no config.json"),
-        (["bom", model, "--output", "b.json"], "is not a bill of materials that Lathe wrote"),
-        (["sbom", "nowhere.lock"], "nowhere.lock"),
+    for arguments, code, says in (
+        (
+            ["card", model, "--output", f"{model}/config.json"],
+            Code.CONFLICTING_OPTIONS,
+            f"{model}/config.json",
+        ),
+        (["card", str(tmp_path), "--output", "README.md"], Code.WRONG_KIND, "config.json"),
+        (["bom", model, "--output", "b.json"], Code.EXISTS, "b.json"),
+        (["sbom", "nowhere.lock"], Code.NOT_FOUND, "nowhere.lock"),
     ):
         done = lathe(*arguments, cwd=tmp_path)
-        assert done.returncode == 2 and says in done.stderr, done.stderr
+        assert done.returncode == 2 and f"error[{code}]" in done.stderr, done.stderr
+        assert says in done.stderr

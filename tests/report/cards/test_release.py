@@ -9,10 +9,11 @@ import pytest
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.wording import formats
 from lathe.report.cards.release import SERVE_LOCK, write_release_documents
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.report.cards.conftest import Stages
 from tests.report.cards.test_bom import validated
 from tests.report.cards.test_card import parsed
+from tests.support.errors import raises
 
 
 def write(stages: Stages, folder: Path, lock: Path) -> list[str]:
@@ -68,6 +69,6 @@ def test_a_file_of_somebody_elses_stays(
     (tmp_path / "a").mkdir()
     mine = tmp_path / "a" / name
     mine.write_text('{"bomFormat": "CycloneDX", "serialNumber": "urn:uuid:mine"}\n')
-    with pytest.raises(UserError, match="exists, but is not"):
+    with raises(Code.EXISTS, mine):
         write(stages, tmp_path / "a", small_lock)
     assert [path.name for path in (tmp_path / "a").iterdir()] == [name]

@@ -8,8 +8,9 @@ from packageurl import PackageURL
 from packaging.requirements import Requirement
 
 from lathe.report.cards.sbom import environment_sbom, read_lock
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from tests.report.cards.test_bom import validated
+from tests.support.errors import raises
 
 IMAGES = Path(__file__).parents[3] / "images"
 LOCKS = sorted(path.relative_to(IMAGES).as_posix() for path in IMAGES.glob("*/requirements.lock"))
@@ -77,21 +78,22 @@ def test_it_is_the_same_again_and_may_be_an_images(small_lock: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("lock", "code", "text"),
     [
-        ("numpy>=1\n", r"lock:1: does not pin a package: numpy>=1"),
-        ("numpy==2.0\n", r"numpy has no --hash=sha256"),
-        ("# nothing\n", r"does not pin"),
-        (f"numpy==2.0 \\\n    --hash=sha256:{'a' * 63}\n", r"lock:2: does not pin"),
+        ("numpy>=1\n", Code.MALFORMED, "a.lock:1: does not pin a package: numpy>=1"),
+        ("numpy==2.0\n", Code.INCOMPLETE, "numpy"),
+        ("# nothing\n", Code.MALFORMED, "a.lock: "),
+        (f"numpy==2.0 \\\n    --hash=sha256:{'a' * 63}\n", Code.MALFORMED, "a.lock:2: "),
         (
             f"a==1 \\\n    --hash=sha256:{'a' * 64}\n-e .\n",
-            r"lock:3: does not pin a package: -e \.",
+            Code.MALFORMED,
+            "a.lock:3: does not pin a package: -e .",
         ),
     ],
 )
-def test_an_invalid_lock_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "a.lock").write_text(text)
-    with pytest.raises(UserError, match=message):
+def test_an_invalid_lock_file_is_rejected(tmp_path: Path, lock: str, code: Code, text: str) -> None:
+    (tmp_path / "a.lock").write_text(lock)
+    with raises(code, text):
         read_lock(tmp_path / "a.lock")
 
 
@@ -103,5 +105,5 @@ def test_a_version_of_another_index_is_written_as_the_url_needs_it(small_lock: P
 
 
 def test_an_image_needs_its_digest(small_lock: Path) -> None:
-    with pytest.raises(UserError, match="not an image reference with a digest"):
+    with raises(Code.INVALID_VALUE, "lathe-serve:1"):
         environment_sbom(small_lock, "serve", "lathe-serve:1")

@@ -16,7 +16,7 @@ from lathe.data.chat_template import read_chat_template
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
 from lathe.release.deploy import greedy_tokens
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.gateway import renderer
 from lathe_serving.gateway.admission import Limits
 from lathe_serving.gateway.renderer import Renderer
@@ -24,6 +24,7 @@ from lathe_serving.gateway.template import BREAK, ChatTemplate, ChatTokenizer, P
 from lathe_serving.gateway.triton import read_models
 from lathe_serving.runtime.prefix_cache import BLOCK
 from lathe_serving.server import TritonServer
+from tests.support.errors import raises
 from tests.support.gateways import opened, with_chat_template
 from tests.support.small_models import small_config
 
@@ -275,7 +276,7 @@ def test_a_checkpoint_brings_its_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     assert read_config(tmp_path) == found
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(UserError, match="not UTF-8"):
+    with raises(Code.MALFORMED, tmp_path / "chat_template.jinja"):
         read_chat_template(tmp_path)
 
 

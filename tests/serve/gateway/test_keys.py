@@ -13,11 +13,12 @@ import pytest
 import requests
 from openai import OpenAI
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.gateway import admission
 from lathe_serving.gateway.admission import ApiKeys, Budget, Caller, KeyLimits
 from lathe_serving.gateway.errors import ApiError
 from lathe_serving.server import TritonServer
+from tests.support.errors import raises
 from tests.support.gateways import opened
 
 KEYS = """\
@@ -79,27 +80,42 @@ def test_what_is_used_stays_used_when_limits_change(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
+    ("file", "content", "code", "texts"),
     [
-        ("keys", "secret-1 two names", "line 1 is not a key and a name"),
-        ("keys", "secret-1 search\nsecret-2 a/b", "line 2 is not a key and a name"),
-        ("limits.yaml", "keys: {serch: {priority: low}}", "no key has the name serch"),
-        ("limits.yaml", "keys: {search: {requests: 5}}", "keys.search.requests: Extra inputs"),
-        ("limits.yaml", "keys: {search: {requests_per_minute: 0}}", "greater than 0"),
-        ("limits.yaml", "keys: {search: {priority: high}}", "'normal' or 'low'"),
-        ("limits.yaml", "- 5", "valid dictionary"),
-        ("limits.yaml", "default: [", "while parsing"),
-        ("limits.yaml", "default: !!python/name:os.system {}", "could not determine a constructor"),
-        ("limits.yaml", b"\xff", "can't decode"),
+        ("keys", "secret-1 two names", Code.MALFORMED, ("line 1",)),
+        ("keys", "secret-1 search\nsecret-2 a/b", Code.MALFORMED, ("line 2",)),
+        ("limits.yaml", "keys: {serch: {priority: low}}", Code.UNKNOWN_NAME, ("serch",)),
+        (
+            "limits.yaml",
+            "keys: {search: {requests: 5}}",
+            Code.INVALID_VALUE,
+            ("keys.search.requests",),
+        ),
+        (
+            "limits.yaml",
+            "keys: {search: {requests_per_minute: 0}}",
+            Code.INVALID_VALUE,
+            ("keys.search.requests_per_minute", "0"),
+        ),
+        (
+            "limits.yaml",
+            "keys: {search: {priority: high}}",
+            Code.INVALID_VALUE,
+            ("keys.search.priority", "'normal' or 'low'"),
+        ),
+        ("limits.yaml", "- 5", Code.INVALID_VALUE, ()),
+        ("limits.yaml", "default: [", Code.MALFORMED, ()),
+        ("limits.yaml", "default: !!python/name:os.system {}", Code.MALFORMED, ("os.system",)),
+        ("limits.yaml", b"\xff", Code.MALFORMED, ("0xff",)),
     ],
 )
 def test_a_mistake_in_a_file_is_named(
-    path: Path, file: str, content: str | bytes, message: str
+    path: Path, file: str, content: str | bytes, code: Code, texts: tuple[str, ...]
 ) -> None:
     path.with_name(file).write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(UserError, match=message) as raised:
+    with raises(code, path.with_name(file), *texts) as raised:
         ApiKeys(path)
-    assert str(path.with_name(file)) in str(raised.value) and "secret" not in str(raised.value)
+    assert "secret" not in str(raised.value)
 
 
 def test_a_budget_refills_in_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.gateway import connections
 from lathe_serving.gateway.__main__ import main
 from lathe_serving.gateway.admission import ApiKeys, Limits
@@ -19,6 +19,7 @@ from lathe_serving.gateway.app import Gateway
 from lathe_serving.gateway.triton import read_models
 from lathe_serving.server import TritonServer
 from tests.support.connection import HEAD, connected, request
+from tests.support.errors import raises
 from tests.support.gateways import opened, running
 
 BODY = {"model": "gpt", "prompt": "hello", "max_tokens": 2, "temperature": 0}
@@ -73,12 +74,22 @@ def test_keys_are_replaced_without_a_restart(keys: Path) -> None:
     assert known.find("Bearer third-key")
 
 
-@pytest.mark.parametrize("content", [None, "", "# none\n\n", b"\xff"])
-def test_a_file_without_keys_is_refused(tmp_path: Path, content: str | bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (None, Code.NOT_FOUND),
+        ("", Code.MALFORMED),
+        ("# none\n\n", Code.MALFORMED),
+        (b"\xff", Code.MALFORMED),
+    ],
+)
+def test_a_file_without_keys_is_refused(
+    tmp_path: Path, content: str | bytes | None, code: Code
+) -> None:
     path = tmp_path / "keys"
     if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(UserError, match=f"LATHE_API_KEYS {path}"):
+    with raises(code, f"LATHE_API_KEYS {path}"):
         ApiKeys(path)
 
 

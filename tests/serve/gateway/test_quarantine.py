@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.gateway import triton
 from lathe_serving.gateway.errors import TritonDied
 from lathe_serving.gateway.triton import CrashQuarantine
+from tests.support.errors import raises
 
 
 async def die(of: CrashQuarantine, *digests: bytes) -> None:
@@ -35,7 +36,7 @@ def test_two_deaths_of_one_request_are_enough() -> None:
         await answer(found, b"innocent")
         await die(found, b"guilty")
         for _ in range(2):
-            with pytest.raises(UserError, match="has crashed twice"):
+            with raises(Code.INVALID_REQUEST, "twice"):
                 await answer(found, b"guilty")
         await answer(found, b"innocent")
 
@@ -58,7 +59,7 @@ def test_second_tries_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         found = CrashQuarantine()
         await die(found, b"a", b"b")
         async with found.watch(b"a"):
-            with pytest.raises(UserError, match="busy"):
+            with raises(Code.BUSY):
                 await answer(found, b"b")
             await answer(found, b"new")
         await answer(found, b"b")
@@ -74,7 +75,7 @@ def test_a_client_that_leaves_clears_nothing() -> None:
             async with found.watch(b"a"):
                 raise asyncio.CancelledError
         await die(found, b"a")
-        with pytest.raises(UserError, match="has crashed twice"):
+        with raises(Code.INVALID_REQUEST, "twice"):
             await answer(found, b"a")
 
     asyncio.run(run())

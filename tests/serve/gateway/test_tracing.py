@@ -15,9 +15,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.gateway.telemetry import ENDPOINTS, Tracing, processor_from_environment
 from lathe_serving.server import TritonServer
+from tests.support.errors import raises
 from tests.support.gateways import opened, with_chat_template
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -110,7 +111,7 @@ def test_it_is_off_unless_an_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(IS_INSTALLED, reason="OpenTelemetry's exporter is installed")
 def test_without_the_exporter_an_endpoint_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENDPOINTS[1], "http://127.0.0.1:4318")
-    with pytest.raises(UserError, match=r"pip install 'lathe-serving\[tracing\]'"):
+    with raises(Code.NOT_INSTALLED, "pip install 'lathe-serving[tracing]'", ENDPOINTS[1]):
         processor_from_environment()
 
 

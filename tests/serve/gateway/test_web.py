@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import requests
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.client import Client
 from lathe_serving.gateway import endpoint
 from lathe_serving.gateway.admission import Limits
 from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post
 from tests.support.connection import HEAD, connected, read_all, request
+from tests.support.errors import raises
 from tests.support.gateways import opened
 from tests.support.server_metrics import expect_cancelled
 from tests.support.tls import certificate
@@ -171,7 +172,7 @@ def test_https_is_served_with_a_certificate(server: TritonServer, tmp_path: Path
         with pytest.raises(requests.exceptions.ConnectionError):
             requests.get(address.replace("https", "http"), timeout=30)
     for wrong in ((authority, both), (both, tmp_path / "missing.pem"), (tmp_path, both)):
-        refused = pytest.raises(UserError, match="not a certificate and its private key")
+        refused = raises(Code.MALFORMED, *wrong)
         with refused, opened(server, tls=wrong):
             pass
 

@@ -22,7 +22,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.runtime import batcher as batcher_module
 from lathe_serving.runtime import checked_backend
 from lathe_serving.runtime import sequence_group as group_module
@@ -35,6 +35,7 @@ from lathe_serving.runtime.prompt import encode_prompts
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import SequenceGroup
 from lathe_serving.runtime.text_generator import TextGenerator
+from tests.support.errors import raises
 from tests.support.small_export import PRUNED, make_model, write_unproven
 
 MIXED_ONLY = ("mixed", "mixed_sizes", "chunk_lengths", "chunk_seqlens_k")
@@ -352,7 +353,7 @@ def test_no_request_waits_for_the_tokens_of_a_long_text(
         may_encode.set()
         tokens = [caller.wait() for caller in long]
         assert tokens == [tokens[0]] * len(long)
-        with pytest.raises(InvalidRequest, match="more tokens than the model's"):
+        with raises(Code.TOO_LONG, "text_input", kind=InvalidRequest):
             Caller(generator, "a" * 9999, GREEDY).wait()
     finally:
         may_encode.set()
@@ -497,7 +498,7 @@ def test_time_that_is_over_ends_a_request_with_what_it_has(
             assert params is beams or tokens == whole[: len(tokens)]
         running = Caller(generator, "a", replace(beams, timeout_seconds=None))
         waiting = Caller(generator, "b", replace(long, timeout_seconds=0.05))
-        with pytest.raises(UserError, match=r"no token within timeout_seconds 0\.05"):
+        with raises(Code.TIMEOUT, "timeout_seconds 0.05"):
             waiting.wait()
         assert not any(chunk.finish_reason for chunk in running.chunks)
         running.wait()
@@ -529,10 +530,8 @@ def test_a_failure_is_the_requests_own(folder: Path, monkeypatch: pytest.MonkeyP
     assert cold.wait() == greedy.wait()
     assert neighbour.wait() == expected
     # rejected before anything is allocated
-    with pytest.raises(UserError, match="the number of concurrent sequences"):
+    with raises(Code.INVALID_VALUE, "num_return_sequences", 2**62):
         Caller(generator, "many", Params(num_return_sequences=2**62))
-    with pytest.raises(
-        UserError, match="num_beams 4 exceeds the number of concurrent sequences, 3"
-    ):
+    with raises(Code.INVALID_VALUE, "num_beams 4", "3"):
         Caller(generator, "x", Params(decode_strategy="beam_search"))
     generator.close()

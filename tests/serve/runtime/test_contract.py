@@ -13,11 +13,13 @@ from lathe.export.formats import write_formats
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe_base.config.settings import ExportSettings
+from lathe_base.errors import Code
 from lathe_serving.runtime.checked_backend import LONG_TEXT
 from lathe_serving.runtime.contract import Receiver, TextBackend
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.text_generator import BACKENDS, TextGenerator
+from tests.support.errors import raises
 from tests.support.small_export import make_model, write_unproven
 from tests.support.vllm_process import VLLMProcess
 
@@ -106,7 +108,7 @@ def test_beams_are_sequences_or_refused_by_name(backend: TextBackend) -> None:
     params = Params(decode_strategy="beam_search", num_beams=3, num_return_sequences=2)
     inbox = Inbox()
     if isinstance(backend, VLLMProcess):
-        with pytest.raises(InvalidRequest, match="vllm does not support beam_search"):
+        with raises(Code.UNSUPPORTED, "beam_search", kind=InvalidRequest):
             backend.submit(PROMPT, params, inbox.receiver)
     else:
         assert backend.submit(PROMPT, params, inbox.receiver)
@@ -114,12 +116,20 @@ def test_beams_are_sequences_or_refused_by_name(backend: TextBackend) -> None:
     assert inbox.is_empty
 
 
-@pytest.mark.parametrize("prompt", [[], "", [10**6], [5] * 10_000], ids=["[]", "''", "id", "long"])
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        pytest.param([], Code.INVALID_VALUE, id="[]"),
+        pytest.param("", Code.INVALID_VALUE, id="''"),
+        pytest.param([10**6], Code.INVALID_VALUE, id="id"),
+        pytest.param([5] * 10_000, Code.TOO_LONG, id="long"),
+    ],
+)
 def test_what_the_model_cannot_answer_is_invalid(
-    backend: TextBackend, prompt: str | list[int]
+    backend: TextBackend, prompt: str | list[int], code: Code
 ) -> None:
     inbox = Inbox()
-    with pytest.raises(InvalidRequest):
+    with raises(code, kind=InvalidRequest):
         backend.submit(prompt, Params(), inbox.receiver)
     assert inbox.is_empty
 

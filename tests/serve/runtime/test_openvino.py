@@ -16,7 +16,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.release.deploy import _check_ways, deploy, find_divergence, greedy_tokens
 from lathe.release.rehearsal import RehearsedAnswer
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError
 from lathe_serving.client import Client
 from lathe_serving.repository import write_repository
 from lathe_serving.runtime import open_model as open_model_module
@@ -25,6 +25,7 @@ from lathe_serving.runtime.open_session import CPUINFO, saturates
 from lathe_serving.runtime.openvino_model import OpenVINOModel
 from lathe_serving.server import ANY_PORTS, start
 from lathe_serving.state import LOG_FILE
+from tests.support.errors import raises
 from tests.support.small_export import (
     LINEARS,
     PROMPTS,
@@ -113,7 +114,7 @@ def test_a_runtime_that_computes_something_else_does_not_serve(
     strict = with_changed_metadata(
         exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12)
     )
-    with pytest.raises(UserError, match=r"logits of OpenVINO differ .* \(limit 1e-12\)"):
+    with raises(Code.NOT_PROVED, "OpenVINO", "limit 1e-12"):
         open_model(strict, threads=1, runtime="openvino")
     opened = open_model(strict, threads=1, runtime="auto")
     assert opened.model.runtime == "onnxruntime" and "differ" in opened.reason
@@ -123,7 +124,7 @@ def test_an_earlier_export_is_served_by_onnxruntime(exported: Path, tmp_path: Pa
     earlier = with_changed_metadata(
         exported, tmp_path / "earlier", lambda metadata: metadata.pop("samples")
     )
-    with pytest.raises(UserError, match="no data to check OpenVINO"):
+    with raises(Code.INCOMPLETE, earlier, "OpenVINO"):
         open_model(earlier, threads=1, runtime="openvino")
     assert open_model(earlier, threads=1, runtime="auto").model.runtime == "onnxruntime"
 
@@ -143,7 +144,7 @@ def test_openvino_reports_no_import_to_its_makers(exported: Path) -> None:
 
 def test_an_export_in_float16_is_onnxruntimes(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     write_unproven(make_model(UNIFORM), byte_tokenizer, tmp_path, dtype="float16")
-    with pytest.raises(UserError, match="float16"):
+    with raises(Code.UNSUPPORTED, tmp_path, "float16"):
         OpenVINOModel(tmp_path)
 
 
@@ -190,5 +191,5 @@ def test_answers_of_one_server_may_differ_at_ties_only(
     answers, ways = [RehearsedAnswer("", mine, 0.0, 0.0)], {"another way": [other]}
     _check_ways(checkpoint, [prompt], answers, ways, divergence.gap)
     for most in (divergence.gap * 0.99, -math.inf):
-        with pytest.raises(StageError, match="another way: 'a prompt' gives"):
+        with raises(Code.NOT_PROVED, "another way: 'a prompt'", kind=StageError):
             _check_ways(checkpoint, [prompt], answers, ways, most)

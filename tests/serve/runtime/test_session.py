@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.runtime.exported_model import ExportedModel, pad
 from lathe_serving.runtime.open_session import PLAIN_ATTENTION, saturates
 from lathe_serving.runtime.openvino_model import OpenVINOModel
 from lathe_serving.runtime.session import OnnxModel
+from tests.support.errors import raises
 from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 
 LENGTHS = (3, 11, 1, 7)
@@ -129,15 +130,15 @@ def test_greedy_ends_where_positions_do(exported: ExportedModel) -> None:
 
 
 def test_damaged_folders(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match=r"no export\.json"):
+    with raises(Code.WRONG_KIND, tmp_path, "export.json"):
         OnnxModel(tmp_path)
     write_unproven(make_model(PRUNED), byte_tokenizer, tmp_path)
     file = tmp_path / "model.onnx"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(UserError, match=r"model\.onnx: onnxruntime cannot load"):
+    with raises(Code.CORRUPT, file):
         OnnxModel(tmp_path)
     (tmp_path / "export.json").write_text("{")
-    with pytest.raises(UserError, match=r"export\.json: not JSON"):
+    with raises(Code.MALFORMED, tmp_path / "export.json"):
         OnnxModel(tmp_path)
 
 

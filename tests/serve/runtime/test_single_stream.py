@@ -14,7 +14,7 @@ from lathe.export.proof import QUANTIZATION_SHARE
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.release.deploy import deploy
 from lathe_base.config.settings import ExportSettings, Recipe, ServingSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.runtime import open_model as open_model_module
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.open_model import mean_difference, open_model
@@ -22,6 +22,7 @@ from lathe_serving.runtime.open_session import CPUINFO, saturates
 from lathe_serving.runtime.single_stream import SingleStreamModel, write_single_stream_graph
 from lathe_serving.server import ANY_PORTS
 from tests.support import families
+from tests.support.errors import raises
 from tests.support.families import CASES, quantized
 from tests.support.small_export import (
     LINEARS,
@@ -161,13 +162,13 @@ def test_a_graph_that_computes_something_else_does_not_serve(
     strict = with_changed_metadata(
         exported, tmp_path / "strict", lambda m: m["proof"].update(mean_limit=1e-12)
     )
-    with pytest.raises(UserError, match=r"single-stream graph differ .* \(limit 1e-12\)"):
+    with raises(Code.NOT_PROVED, "single-stream", "limit 1e-12"):
         open_model(strict, threads=1, runtime=RUNTIME)
 
 
 def test_a_model_without_int8_is_refused(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     write_unproven(make_model(UNIFORM), byte_tokenizer, tmp_path)
-    with pytest.raises(UserError, match="no INT8 linears"):
+    with raises(Code.UNSUPPORTED, tmp_path, "INT8"):
         SingleStreamModel(tmp_path)
 
 

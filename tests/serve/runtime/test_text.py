@@ -5,8 +5,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from lathe.data.tokenizer import continuation
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.runtime.text import TextStream, TokenBytes
+from tests.support.errors import raises
 from tests.support.tokenizers import metaspace_tokenizer
 
 TEXT = "naïve café — 你好, Привет 🙂👩‍🚀 end\n\ttab"
@@ -105,5 +106,5 @@ def test_pieces_of_sentencepiece_read_as_the_tokenizer_reads_them() -> None:
 
 
 def test_another_kind_of_tokenizer_is_refused() -> None:
-    with pytest.raises(UserError, match=r"'▁the' is not byte-level"):
+    with raises(Code.UNSUPPORTED, "'▁the'"):
         TokenBytes(Tokenizer(models.WordLevel({"▁the": 0}, "▁the")))

@@ -22,11 +22,12 @@ from lathe.export.formats import compressed_tensors, write_formats
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe_base.config.settings import ExportSettings
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.contract import Receiver, TextBackend
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.text_generator import BACKENDS, TextGenerator
+from tests.support.errors import raises
 from tests.support.pruned import CASES, GROUPS, pruned
 from tests.support.small_export import make_model, write_unproven
 from tests.support.vllm_process import VLLMProcess
@@ -199,7 +200,7 @@ def test_json_follows_its_schema(pair: Pair) -> None:
     ]
     ended = [got for got in answers if got.finish_reason == "stop"]  # not all: white space is long
     assert ended and all(set(json.loads(got.text)) == {"a", "b"} for got in ended)
-    with pytest.raises(InvalidRequest, match="structured_outputs"):
+    with raises(Code.INVALID_VALUE, "structured_outputs", kind=InvalidRequest):
         answer(pair.vllm, Params(structured_outputs='{"regex": "["}'))
 
 
@@ -209,7 +210,7 @@ def test_a_timeout_ends_with_what_there_is(pair: Pair) -> None:
         (got,) = answer(pair.vllm, params)
         assert got.finish_reason == "timeout" and 0 < len(got.tokens) < 50
     except UserError as error:  # the machine is slow
-        assert "no token within timeout_seconds" in error.what
+        assert error.code is Code.TIMEOUT
 
 
 def test_a_cancelled_request_gives_its_slot_to_the_next(pair: Pair) -> None:
@@ -235,7 +236,7 @@ def test_a_cancelled_request_gives_its_slot_to_the_next(pair: Pair) -> None:
     ("given", "what"),
     [
         ({"decode_strategy": "beam_search"}, "beam_search"),
-        ({"temperature": 2.5}, r"temperature 2\.5"),
+        ({"temperature": 2.5}, "temperature 2.5"),
         ({"structured_outputs": '{"regex": "a"}', "ignore_eos": True}, "with ignore_eos"),
         ({"structured_outputs": '{"regex": "a"}', "min_tokens": 2}, "with min_tokens"),
         ({"max_tokens": 0, "min_tokens": 0}, "a prompt that fills all positions"),
@@ -246,7 +247,7 @@ def test_what_vllm_cannot_do_is_refused_by_name(
 ) -> None:
     n_positions = json.loads((pair.folder / "export.json").read_text())["n_positions"]
     prompt = [LETTER] * n_positions if "positions" in what else PROMPT
-    with pytest.raises(InvalidRequest, match=f"vllm does not support .*{what}"):
+    with raises(Code.UNSUPPORTED, what, kind=InvalidRequest):
         answer(pair.vllm, Params(**given), prompt)
 
 
@@ -267,5 +268,5 @@ def test_the_engine_of_the_proof_computes_the_checkpoints_logits(pair: Pair) -> 
 
 def test_an_export_without_the_folder_is_refused(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_unproven(make_model(GPT2), byte_tokenizer, tmp_path)
-    with pytest.raises(UserError, match="no compressed-tensors, which the runtime vllm loads"):
+    with raises(Code.INCOMPLETE, tmp_path, "compressed-tensors"):
         BACKENDS["vllm"](tmp_path, 12)
