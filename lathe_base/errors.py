@@ -87,7 +87,6 @@ class Code(StrEnum):
     # Trust
     UNTRUSTED = "untrusted", "A signature or an attestation is missing, invalid or not trusted."
     UNSAFE = "unsafe", "Loading it could run code, or would write outside of its folder."
-    SECRET = "secret", "A secret stands where others could read it."
 
 
 SECRETS = re.compile(

@@ -145,7 +145,7 @@ def decode(data: bytes, where: str) -> str:
         raise UserError(
             f"{where}: not text{f' but {kind}' if kind else ''}: it contains a NUL byte",
             hint or "give a text file; one in UTF-16: iconv -f utf-16 -t utf-8",
-            Code.WRONG_KIND,
+            Code.WRONG_KIND if kind else Code.MALFORMED,
         )
     return text
 

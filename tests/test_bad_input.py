@@ -22,7 +22,7 @@ def refused(
         main()
     assert ended.value.code == 2
     message = capsys.readouterr().err
-    assert message.count("error: ") == 1 and "hint: " in message and "Traceback" not in message
+    assert message.count("error[") == 1 and "hint: " in message and "Traceback" not in message
     return message
 
 

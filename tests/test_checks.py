@@ -32,33 +32,48 @@ MISSING = OSError(errno.ENOENT, "No such file or directory", "a.txt")
         (
             Check("a", failing(UserError("x", "y", Code.INVALID_VALUE)), "z"),
             True,
-            [Finding("a", "broken", "x", "y")],
+            [Finding("a", "broken", "x", "y", Code.INVALID_VALUE)],
         ),
         (
             Check("a", failing(UserError("x", "y", Code.INVALID_VALUE)), severity="warning"),
             False,
-            [Finding("a", "warning", "x", "y")],
+            [Finding("a", "warning", "x", "y", Code.INVALID_VALUE)],
         ),
         (
-            Check("a", failing(StageError("x", Code.FAILED)), "z"),
+            Check("a", failing(StageError("x", Code.TIMEOUT)), "z"),
             False,
-            [Finding("a", "broken", "x", "z")],
+            [Finding("a", "broken", "x", "z", Code.TIMEOUT)],
         ),
         (
-            Check("a", failing(StageError("x", Code.FAILED))),
+            Check("a", failing(StageError("x", Code.TIMEOUT))),
             True,
-            [Finding("a", "warning", "not checked: x")],
+            [Finding("a", "warning", "not checked: x", code=Code.TIMEOUT)],
         ),
         (
             Check("a", failing(MISSING)),
             True,
-            [Finding("a", "broken", "a.txt: No such file or directory", "check the path")],
+            [
+                Finding(
+                    "a",
+                    "broken",
+                    "a.txt: No such file or directory",
+                    "check the path",
+                    Code.NOT_FOUND,
+                )
+            ],
         ),
-        (Check("a", failing(OSError("reset")), "z"), False, [Finding("a", "broken", "reset", "z")]),
+        (
+            Check("a", failing(OSError("reset")), "z"),
+            False,
+            [Finding("a", "broken", "reset", "z", Code.IO)],
+        ),
         (
             Check("a", several),
             False,
-            [Finding("first", "ok", "fine"), Finding("a", "broken", "second is wrong", "fix it")],
+            [
+                Finding("first", "ok", "fine"),
+                Finding("a", "broken", "second is wrong", "fix it", Code.INVALID_VALUE),
+            ],
         ),
     ],
 )
@@ -93,9 +108,9 @@ def test_all_problems_are_raised_together_after_the_warnings(
     ]
     with pytest.raises(ExceptionGroup) as caught:
         require(checks, elsewhere="look there")
-    assert [(error.what, error.hint) for error in caught.value.exceptions] == [
-        ("model m: missing", "give one"),
-        ("corpus c: empty", "add text"),
+    assert [(error.what, error.hint, error.code) for error in caught.value.exceptions] == [
+        ("model m: missing", "give one", Code.NOT_FOUND),
+        ("corpus c: empty", "add text", Code.TOO_LITTLE_DATA),
     ]
     assert capsys.readouterr().out == (
         "image: not checked: no registry\nwarning: too few\n  hint: add some\nlook there\n"

@@ -119,7 +119,7 @@ def test_after_make_run(verb: str, after_make_run: Path, tmp_path: Path) -> None
 def require_guidance(done: subprocess.CompletedProcess[str]) -> None:
     """Check for one message that names what is missing and a command or option to provide it."""
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"error: .+\n  hint: .+\n", done.stderr), done.stderr
+    assert re.fullmatch(r"error\[.+\]: .+\n  hint: .+\n", done.stderr), done.stderr
     hint = done.stderr.partition("hint: ")[2]
     assert re.search(r"\b(lathe|make) [a-z]|\B-o [A-Z]", hint), hint
 

@@ -70,4 +70,4 @@ def test_a_prompt_that_is_not_utf_8_is_refused() -> None:
         [sys.executable, "-m", "lathe", "generate", "no-model", b"caf\xe9"], capture_output=True
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith(b"error: prompt caf\\udce9: not UTF-8\n  hint: ")
+    assert ended.stderr.startswith(b"error[malformed]: prompt caf\\udce9: not UTF-8\n  hint: ")

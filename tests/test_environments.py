@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from lathe.backends.paddle_process import find_python
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_serving.environment import find_environment
 from tests.support import environments
+from tests.support.errors import raises
 
 TESTS = Path(__file__).parent
 
@@ -44,9 +45,9 @@ def test_every_file_that_is_named_is_there() -> None:
 
 
 def test_a_file_that_is_not_named_finds_no_environment() -> None:
-    with pytest.raises(UserError, match=environments.UNNAMED):
+    with raises(Code.NOT_INSTALLED, environments.UNNAMED):
         find_environment()
-    with pytest.raises(UserError, match=environments.UNNAMED):
+    with raises(Code.NOT_INSTALLED, environments.UNNAMED):
         find_python()
     for name in environments.NEEDED_BY:
         with pytest.raises(pytest.fail.Exception, match=f"needs {name}"):

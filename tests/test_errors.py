@@ -1,4 +1,4 @@
-"""Error messages for errors of the operating system."""
+"""Errors: their codes, and the messages for those of the operating system."""
 
 import errno
 import os
@@ -11,7 +11,37 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
 from lathe.data.tokenizer import save_tokenizer
-from lathe_base.errors import StageError, UserError, explain_os_error, os_errors, printable
+from lathe_base.errors import (
+    Code,
+    Preempted,
+    StageError,
+    Unavailable,
+    UserError,
+    code_in,
+    coded,
+    explain_os_error,
+    os_errors,
+    printable,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("no corpus", "give one", Code.NOT_FOUND), "error[not-found]: no corpus"),
+        (Unavailable("no answer", "start it"), "error[unreachable]: no answer"),
+        (StageError("a loss of nan", Code.NOT_FINITE), "error[not-finite]: a loss of nan"),
+        (Preempted("saved at step 3"), "preempted: saved at step 3"),
+    ],
+)
+def test_a_printed_error_begins_with_its_code(error: UserError | StageError, line: str) -> None:
+    assert coded(error).splitlines()[0] == line
+    assert code_in(f"reading\n[rank0]: {coded(error)}") is error.code
+
+
+def test_output_without_a_known_code_has_failed() -> None:
+    assert code_in("Traceback ...\nKeyError: 'h.0'") is Code.FAILED
+    assert code_in("error[of-another-version]: x") is Code.FAILED
 
 
 def raised_by(call: Callable[[], object]) -> OSError:
@@ -21,47 +51,47 @@ def raised_by(call: Callable[[], object]) -> OSError:
 
 
 @pytest.mark.parametrize(
-    ("call", "says", "hint"),
+    ("call", "code", "says"),
     [
-        (lambda p: (p / "none").read_bytes(), "none: No such file or directory", "check the path"),
-        (lambda p: (p / "file" / "x").read_bytes(), "file/x: Not a directory", "there is a file"),
-        (lambda p: (p / ("x" * 300)).read_bytes(), "xx: File name too long", "a shorter name"),
-        (lambda p: (p / "loop").read_bytes(), "loop: Too many levels", "form a loop"),
-        (lambda p: p.read_bytes(), ": Is a directory", "give the file"),
-        (lambda p: p.rmdir(), ": Directory not empty", "give another path"),
-        (lambda p: Path("/proc/none").mkdir(), "/proc/none: No such file", "check the path"),
-        (lambda p: (p / "file").mkdir(), "file: File exists", "move away what is there"),
-        (lambda p: os.rename(p, p / "in"), "Invalid argument", "give another path"),
+        (lambda p: (p / "none").read_bytes(), Code.NOT_FOUND, "none: No such file or directory"),
+        (lambda p: (p / "file" / "x").read_bytes(), Code.WRONG_KIND, "file/x: Not a directory"),
+        (lambda p: (p / ("x" * 300)).read_bytes(), Code.BAD_PATH, "xx: File name too long"),
+        (lambda p: (p / "loop").read_bytes(), Code.BAD_PATH, "loop: Too many levels"),
+        (lambda p: p.read_bytes(), Code.WRONG_KIND, ": Is a directory"),
+        (lambda p: p.rmdir(), Code.EXISTS, ": Directory not empty"),
+        (lambda p: Path("/proc/none").mkdir(), Code.NOT_FOUND, "/proc/none: No such file"),
+        (lambda p: (p / "file").mkdir(), Code.EXISTS, "file: File exists"),
+        (lambda p: os.rename(p, p / "in"), Code.BAD_PATH, "Invalid argument"),
     ],
 )
 def test_an_unusable_path_is_a_user_error(
-    tmp_path: Path, call: Callable[[Path], object], says: str, hint: str
+    tmp_path: Path, call: Callable[[Path], object], code: Code, says: str
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     error = explain_os_error(raised_by(lambda: call(tmp_path)))
     assert isinstance(error, UserError)
-    assert says in error.what and hint in error.hint
+    assert error.code is code and says in error.what and error.hint
     assert "space" not in error.hint
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "hint"),
+    ("number", "kind", "code", "hint"),
     [
-        (errno.EACCES, UserError, "chmod"),
-        (errno.EPERM, UserError, "chmod"),
-        (errno.EROFS, UserError, "read-only"),
-        (errno.ENOSPC, StageError, "free some space"),
-        (errno.EDQUOT, StageError, "free some space"),
-        (errno.EFBIG, StageError, "ulimit -f"),
-        (errno.EMFILE, StageError, "ulimit -n"),
-        (errno.EIO, StageError, "dmesg"),
-        (errno.EADDRINUSE, StageError, "check the path"),
+        (errno.EACCES, UserError, Code.PERMISSION, "chmod"),
+        (errno.EPERM, UserError, Code.PERMISSION, "chmod"),
+        (errno.EROFS, UserError, Code.PERMISSION, "read-only"),
+        (errno.ENOSPC, StageError, Code.NO_SPACE, "free some space"),
+        (errno.EDQUOT, StageError, Code.NO_SPACE, "free some space"),
+        (errno.EFBIG, StageError, Code.SYSTEM_LIMIT, "ulimit -f"),
+        (errno.EMFILE, StageError, Code.SYSTEM_LIMIT, "ulimit -n"),
+        (errno.EIO, StageError, Code.IO, "dmesg"),
+        (errno.EADDRINUSE, StageError, Code.IO, "check the path"),
     ],
 )
-def test_the_hint_fits_the_errno(number: int, kind: type[Exception], hint: str) -> None:
+def test_the_hint_fits_the_errno(number: int, kind: type[Exception], code: Code, hint: str) -> None:
     error = explain_os_error(OSError(number, os.strerror(number)), Path("out/model"))
-    assert type(error) is kind
+    assert type(error) is kind and error.code is code
     what, told = str(error).split("\n  hint: ")
     assert what == f"out/model: {os.strerror(number)}" and hint in told
 

@@ -20,9 +20,10 @@ from lathe.evaluate.tasks.text import read_text
 from lathe.export.prompts import held_out_prompts
 from lathe.release.deploy import _prompts
 from lathe_base import inputs
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.inputs import argument_text, parse_json, require_text
 from lathe_serving.client.bench import _lines
+from tests.support.errors import raises
 from tests.support.tables import quick_only
 
 DEEP = b"[" * 100_000
@@ -42,26 +43,26 @@ def bind(path: Path) -> None:
         unix.bind(str(path))
 
 
-MAKERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "absent": (lambda p: None, "no such file|No such file"),
-    "fifo": (os.mkfifo, "a pipe, not a file"),
-    "socket": (bind, "a socket, not a file"),
-    "endless": (lambda p: p.symlink_to("/dev/zero"), "a device, not a file"),
-    "full": (lambda p: p.symlink_to("/dev/full"), "a device, not a file"),
-    "memory": (lambda p: p.symlink_to("/proc/self/mem"), "Input/output error"),
-    "loop": (lambda p: p.symlink_to(p.name), "Too many levels of symbolic links|no such file"),
-    "long name": (lambda p: None, "no such file|No such file"),
-    "UTF-16": (lambda p: p.write_bytes("one two\n".encode("utf-16")), "not UTF-8 text but UTF-16"),
-    "UTF-16 without mark": (lambda p: p.write_bytes("one".encode("utf-16-le")), "a NUL byte"),
-    "UTF-16, big": (lambda p: p.write_bytes(b"\xfe\xff\0o\0n"), "not UTF-8 text but UTF-16"),
-    "binary": (lambda p: p.write_bytes(bytes(range(256)) * 99), "NUL|not UTF-8"),
-    "gzip": (lambda p: p.write_bytes(gzip.compress(b"one two")), "not UTF-8 text but gzip data"),
-    "xz": (lambda p: p.write_bytes(lzma.compress(b"one two")), "not UTF-8 text but xz data"),
-    "zst": (lambda p: p.write_bytes(zstandard.compress(b"one two")), "but zstandard data"),
-    "empty": (lambda p: p.write_bytes(b""), "no text|no ex|too short|no prompts|too few"),
+MAKERS: dict[str, tuple[Callable[[Path], object], set[Code]]] = {
+    "absent": (lambda p: None, {Code.NOT_FOUND}),
+    "fifo": (os.mkfifo, {Code.WRONG_KIND}),
+    "socket": (bind, {Code.WRONG_KIND}),
+    "endless": (lambda p: p.symlink_to("/dev/zero"), {Code.WRONG_KIND}),
+    "full": (lambda p: p.symlink_to("/dev/full"), {Code.WRONG_KIND}),
+    "memory": (lambda p: p.symlink_to("/proc/self/mem"), {Code.IO}),
+    "loop": (lambda p: p.symlink_to(p.name), {Code.BAD_PATH, Code.NOT_FOUND}),
+    "long name": (lambda p: None, {Code.NOT_FOUND}),
+    "UTF-16": (lambda p: p.write_bytes("one two\n".encode("utf-16")), {Code.WRONG_KIND}),
+    "UTF-16 without mark": (lambda p: p.write_bytes("one".encode("utf-16-le")), {Code.MALFORMED}),
+    "UTF-16, big": (lambda p: p.write_bytes(b"\xfe\xff\0o\0n"), {Code.WRONG_KIND}),
+    "binary": (lambda p: p.write_bytes(bytes(range(256)) * 99), {Code.MALFORMED}),
+    "gzip": (lambda p: p.write_bytes(gzip.compress(b"one two")), {Code.WRONG_KIND}),
+    "xz": (lambda p: p.write_bytes(lzma.compress(b"one two")), {Code.WRONG_KIND}),
+    "zst": (lambda p: p.write_bytes(zstandard.compress(b"one two")), {Code.WRONG_KIND}),
+    "empty": (lambda p: p.write_bytes(b""), {Code.TOO_LITTLE_DATA}),
     "blank": (
         lambda p: p.write_text("\n \n\n"),
-        "no text|no ex|too short|no prompts|too few",
+        {Code.TOO_LITTLE_DATA},
     ),
 }
 
@@ -87,13 +88,14 @@ def test_a_non_text_file_is_rejected(
     place: Path, byte_tokenizer: Tokenizer, reader: str, made: str
 ) -> None:
     name, read = readers(byte_tokenizer)[reader]
-    make, says = MAKERS[made]
+    make, codes = MAKERS[made]
     make(place / name)
     if reader == "deploy" and made in ("empty", "blank"):
         assert read(place / name)  # the default prompts
         return
-    with pytest.raises((UserError, StageError), match=says) as raised:
+    with pytest.raises((UserError, StageError)) as raised:
         read(place / name)
+    assert raised.value.code in codes
     first, hint = str(raised.value).splitlines()
     assert name in first and hint.startswith("  hint: ")
     assert "space" not in hint or made == "memory"
@@ -104,23 +106,23 @@ def test_a_folder_in_place_of_a_file_is_refused(place: Path, byte_tokenizer: Tok
         if "corpus" in reader:
             continue
         (place / name).mkdir(exist_ok=True)
-        with pytest.raises(UserError, match=f"{name}: a folder, not a file"):
+        with raises(Code.WRONG_KIND, f"{name}: a folder"):
             read(place / name)
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (DEEP, "nested too deeply"),
-        (b'{"text": ' + DEEP, "nested too deeply"),
-        (b'{"n": ' + b"9" * 5000 + b', "text": "a b"}', "Exceeds the limit"),
-        (rb'{"text": "a \ud800"}', "half of a surrogate pair at character 2"),
-        (b'{"text": "a \0"}', "a NUL byte"),
-        (b'{"text": "a \xff"}', "not UTF-8: invalid start byte at byte 12"),
-        (b'{"text": 3}', "malformed line|holds int, not text"),
-        (b'"text"', "malformed line|not a JSON object"),
-        (b"null", "malformed line|not a JSON object"),
-        (b"{'text': 1}", "not JSON"),
+        (DEEP, ""),
+        (b'{"text": ' + DEEP, ""),
+        (b'{"n": ' + b"9" * 5000 + b', "text": "a b"}', "digits"),
+        (rb'{"text": "a \ud800"}', "at character 2"),
+        (b'{"text": "a \0"}', "NUL"),
+        (b'{"text": "a \xff"}', "at byte 12"),
+        (b'{"text": 3}', "int"),
+        (b'"text"', ""),
+        (b"null", ""),
+        (b"{'text': 1}", ""),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -130,9 +132,9 @@ def test_a_line_without_an_example(
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"text": "one two"}\n' + line + b"\n")
     for reader in ("JSON corpus", "cloze"):
-        with pytest.raises(UserError, match=says) as raised:
+        with raises(Code.MALFORMED, f"{path}:2: ", says) as raised:
             readers(byte_tokenizer)[reader][1](path)
-        assert f"{path}:2: " in raised.value.what and len(raised.value.what) < 400
+        assert len(raised.value.what) < 400
 
 
 def test_a_line_without_end_is_not_gathered_in_memory(
@@ -142,7 +144,7 @@ def test_a_line_without_end_is_not_gathered_in_memory(
     for ending, pack in (("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress)):
         path = tmp_path / f"c.txt{ending}"
         path.write_bytes(pack(b"ok\n" + b"x" * 5_000_000))
-        with pytest.raises(UserError, match=r"c\.txt.*:2: a line of more than 256 MiB"):
+        with raises(Code.TOO_LARGE, "c.txt", ":2: "):
             list(documents(str(path)))
 
 
@@ -165,7 +167,7 @@ def test_an_archive_that_unpacks_to_very_much_takes_little_memory(
         [sys.executable, "-c", script, str(path)], capture_output=True, encoding="utf-8"
     )
     assert "UserError" in ended.stderr.splitlines()[-2], ended.stderr
-    assert "a line of more than 256 MiB" in ended.stderr
+    assert "256 MiB" in ended.stderr
 
 
 def test_a_folder_with_loops_hidden_files_and_links(
@@ -177,11 +179,11 @@ def test_a_folder_with_loops_hidden_files_and_links(
     assert list(documents(str(tmp_path))) == ["one"]
     assert "loop: a link to a folder" in caplog.text
     (tmp_path / "gone.txt").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"gone\.txt: No such file"):
+    with raises(Code.NOT_FOUND, tmp_path / "gone.txt"):
         list(documents(str(tmp_path)))
     (tmp_path / "gone.txt").unlink()
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(UserError, match=r"pipe\.txt: a pipe, not a file"):
+    with raises(Code.WRONG_KIND, tmp_path / "pipe.txt"):
         list(documents(str(tmp_path)))
 
 
@@ -218,15 +220,15 @@ def test_an_argument_is_utf_8_whatever_the_locale(given: str, read: str) -> None
 
 @pytest.mark.parametrize("given", ["caf\udce9", "\ud800", "x\udfff"])
 def test_an_argument_that_is_not_utf_8(given: str) -> None:
-    with pytest.raises(UserError, match=r"prompt .*\\ud.*: not UTF-8"):
+    with raises(Code.MALFORMED, "prompt ", "\\ud"):
         argument_text(given, "prompt")
-    with pytest.raises(UserError, match="f: half of a surrogate pair"):
+    with raises(Code.MALFORMED, "f: "):
         require_text(given, "f")
 
 
 @pytest.mark.parametrize("text", ["[" * 99999, "{", b"\xff", "9" * 5000, "", '{"a": nul}'])
 def test_json_that_is_none(text: str | bytes) -> None:
-    with pytest.raises(UserError, match=r"^f: not JSON") as raised:
+    with raises(Code.MALFORMED, "f: ") as raised:
         parse_json(text, "f", "fix it")
     assert raised.value.hint == "fix it" and "set_int" not in raised.value.what
 

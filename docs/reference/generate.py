@@ -142,33 +142,24 @@ def statuses() -> dict[Code, set[int]]:
             found[code].add(kind.status)
     folders = (*lathe_base.PACKAGES, "components", "pipelines")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8")))]
     known = {kind.__name__: kind.status for kind in (UserError, StageError, Unavailable, Preempted)}
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     for node in classes * 2:  # a class may stand before its base
         for base in node.bases:
             if isinstance(base, ast.Name) and base.id in known:
                 known.setdefault(node.name, known[base.id])
-    for tree in trees:
-        _add_statuses(tree, "", known, found)
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name = node.func.id
+        else:
+            continue
+        for part in ast.walk(node) if name in known else ():
+            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "Code":
+                found[Code[part.attr]].add(known[name])
     return found
-
-
-def _add_statuses(
-    node: ast.AST, owner: str, known: Mapping[str, int], found: dict[Code, set[int]]
-) -> None:
-    """Add those of a node's calls, whose name is that of an error, or `super().__init__` in the
-    class `owner`."""
-    if isinstance(node, ast.ClassDef):
-        owner = node.name
-    if isinstance(node, ast.Call):
-        name = ast.unparse(node.func).rpartition(".")[2]
-        status = known.get(owner if name == "__init__" else name)
-        for part in ast.walk(node):
-            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "Code" and status:
-                found[Code[part.attr]].add(status)
-    for child in ast.iter_child_nodes(node):
-        _add_statuses(child, owner, known, found)
 
 
 def fleetx_page() -> str:

@@ -14,7 +14,7 @@ from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-unty
 from components.machines import Pool, starts_trainjob
 from lathe_base.checks import NOT_CHECKED, Check, Finding, State
 from lathe_base.config.settings import LaunchSettings, Placements
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.nodes import doubts, takes
 from pipelines.compiler.compile import step_containers
@@ -184,7 +184,7 @@ def _refused(quota: Any, need: Need) -> Iterator[Finding]:
             said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
             state: State = "broken" if wanted > allowed else "warning"
             hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
-            yield Finding("quota", state, f"{said}, and {need}", hint)
+            yield Finding("quota", state, f"{said}, and {need}", hint, Code.NO_ROOM)
     for key in hard:
         prefix, _, name = key.rpartition(".")
         if name in COMPUTE and prefix in ("requests", "limits", "") and key not in total:

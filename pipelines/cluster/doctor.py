@@ -107,7 +107,7 @@ class Doctor:
             what = f"a node with {self.pool.gpus} GPUs" if self.pool.gpus else "a node"
             state: State = "warning" if self.pool.gpus else "broken"
             hint = f"{LABELS}: add nodes, change Launch's placement, or request less (GPUS=)"
-            yield Finding(what, state, str(error), hint)
+            yield Finding(what, state, str(error), hint, error.code)
             if self.pool.gpus:
                 yield from self._inside(gpus=0)
 

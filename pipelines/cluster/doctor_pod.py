@@ -180,10 +180,12 @@ def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
             reason, said = status.state.waiting.reason, status.state.waiting.message
             if reason in IMAGE_PULL:
                 hint = "make push, or a registry's credentials: imagePullSecrets of the account"
-                return Finding(f"image {status.image}", "broken", f"{reason}: {said}", hint)
+                what = f"image {status.image}"
+                return Finding(what, "broken", f"{reason}: {said}", hint, Code.NOT_FOUND)
             if reason in CONFIGURATION:
                 hint = "create what is missing: docs/how-to/cluster-install.md#secrets"
-                return Finding("secrets and settings", "broken", f"{reason}: {said}", hint)
+                what = "secrets and settings"
+                return Finding(what, "broken", f"{reason}: {said}", hint, Code.NOT_FOUND)
         if waited > STARTING_SECONDS:
             said = "; ".join(cluster.warnings(name)[-2:]) or "no events explain why"
             raise StageError(

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lathe_base.checks import Finding
+from lathe_base.errors import Code
 from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults, takes_chats
 
 SHARDS = "Launch.shards"
@@ -112,26 +113,27 @@ def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[Finding]:
     """Find an unknown pipeline, each unknown argument and each missing one."""
     wrong = functools.partial(Finding, "arguments", "broken")
     if name not in FUNCTIONS:
-        yield wrong(f"unknown pipeline {name}", f"choose one of: {', '.join(FUNCTIONS)}")
+        hint = f"choose one of: {', '.join(FUNCTIONS)}"
+        yield wrong(f"unknown pipeline {name}", hint, Code.UNKNOWN_NAME)
         return
     has_chats = bool(arguments.get("chat"))
     if has_chats and takes_chats(name) and "corpus" in arguments:
-        yield wrong(
-            "a corpus and conversations", "give either CORPUS= (--corpus) or CHAT= (--chat)"
-        )
+        hint = "give either CORPUS= (--corpus) or CHAT= (--chat)"
+        yield wrong("a corpus and conversations", hint, Code.CONFLICTING_OPTIONS)
         return
     inputs = built(name, has_chats).component_spec.inputs
     for key in arguments.keys() - inputs.keys():
         cure = f"it has: {', '.join(inputs)}"
         if takes_chats(name) and key == "finetune_recipe":
             cure = "it needs conversations: give CHAT= (--chat)"
-        yield wrong(f"pipeline {name} has no {key}", cure)
+        yield wrong(f"pipeline {name} has no {key}", cure, Code.UNKNOWN_KEY)
     for key, spec in inputs.items():
         if not spec.optional and key not in arguments:
             yield wrong(
                 f"pipeline {name} needs a {key}",
                 f"give --{key} (make: {key.upper()}=...), such as the one `make run "
                 "PIPELINE=pretrain` writes",
+                Code.MISSING_OPTION,
             )
 
 

@@ -38,7 +38,8 @@ def test_a_users_mistake_is_a_message_and_status_2(capsys):
         raise UserError("corpus.txt: empty", "give a file with text", Code.TOO_LITTLE_DATA)
     assert ended.value.code == 2
     out = capsys.readouterr().out
-    assert out == "[lathe] error: corpus.txt: empty\n[lathe] error:   hint: give a file with text\n"
+    mark = "[lathe] error[too-little-data]: "
+    assert out == f"{mark}corpus.txt: empty\n{mark}  hint: give a file with text\n"
 
 
 def test_so_is_a_wrong_recipe(capsys):

@@ -72,7 +72,7 @@ def test_a_lost_worker_process_is_such_a_death(tmp_path: Path) -> None:
 def test_not_for_ever(tmp_path: Path) -> None:
     out, _ = (step := start(tmp_path, ALWAYS)).communicate(timeout=120)
     assert step.returncode == 128 + signal.SIGSEGV and attempts(tmp_path) == 3
-    assert "error: the step was killed by SIGSEGV; restarts left: 0" in out
+    assert "error[killed]: the step was killed by SIGSEGV; restarts left: 0" in out
 
 
 @pytest.mark.parametrize(("body", "status"), [(MISTAKE, 2), (FAILED, 1)])

@@ -246,7 +246,7 @@ def test_minus_one_means_never(tmp_path: Path) -> None:
         ),
         (
             "Data: {Train: {dataset: {input_dir: a}}, Eval: {dataset: {input_dir: b}}}",
-            Code.UNSUPPORTED,
+            Code.INVALID_VALUE,
             "input_dir a .*Eval.dataset.input_dir b",
         ),
         ("Engine: {eval_freq: 1, eval_freq: 2}", Code.MALFORMED, "eval_freq .*line 1"),

@@ -383,7 +383,7 @@ def test_a_missing_flag_is_named(flag: str, code: Code, says: str) -> None:
         ("--num-layers '2", Code.MALFORMED, "a quote does not end"),
         (
             "pretrain_gpt.py --lr 1; pretrain_gpt.py --lr 2",
-            Code.CONFLICTING_OPTIONS,
+            Code.AMBIGUOUS,
             "2 different pretrain_gpt.py",
         ),
     ],

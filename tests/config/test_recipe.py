@@ -266,7 +266,7 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
         (
             "Data: {Train: {dataset: {split: '9,-1,1'}}}\n",
             Code.INVALID_VALUE,
-            r"Data.Train.dataset.split: .*9,-1,1",
+            r"Data.Train.dataset: split .*-1.0",
         ),
         (
             "Optimizer: {lr: {max_lr: .inf}}\n",
@@ -281,7 +281,7 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
         ),
         (
             "Compress: {Quantization: {skip_tensor_map: {3: [qkv]}}}\n",
-            Code.INVALID_VALUE,
+            Code.MALFORMED,
             r"skip_tensor_map: ",
         ),
         (

@@ -82,7 +82,7 @@ FILES = {
     "a base that is a list": ("_base_: [a, b]", "_base_"),
     "a base without a name": ("_base_: ''", "_base_"),
     "a base with a NUL": ('_base_: "a\\0b"', "error[bad-path]: "),
-    "a base of a long name": (f"_base_: {'b' * 300}", "error[not-found]: file.yaml"),
+    "a base of a long name": (f"_base_: {'b' * 300}", "error[bad-path]: "),
     "a base that is not there": ("_base_: nowhere.yaml", "nowhere.yaml"),
     # Invalid contents of the file.
     "a number": ("3", "error[malformed]: file.yaml: "),

@@ -95,7 +95,8 @@ def test_forbidden_requests(in_pod: FakeKubernetes) -> None:
     in_pod.denied.add(("list", "trainjobs"))
     refused = janitor("--namespace", "lathe")
     assert refused.returncode == 2
-    assert "cannot list trainjobs.trainer.kubeflow.org" in refused.stderr
+    assert refused.stderr.startswith("error[forbidden]: ")
+    assert "list trainjobs.trainer.kubeflow.org" in refused.stderr
     assert "Role lathe-janitor" in refused.stderr
 
 

@@ -14,9 +14,10 @@ from components.stage import options
 from components.training import train
 from lathe.backends.paddle_process import PYTHON_VARIABLE
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.storage import exists, fetch, upload, write_text
 from lathe_launch.cluster import trainjob
+from tests.support.errors import raises
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import Pod, run_command
 from tests.support.launchers import QUICK, eventually, play, succeed
@@ -90,7 +91,7 @@ def test_a_step_without_paddle_starts_no_nodes(
 ) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
     trainer = play(step, succeed)
-    with pytest.raises(UserError, match="/nowhere/python: no such interpreter") as said:
+    with raises(Code.NOT_INSTALLED, "/nowhere/python") as said:
         run(s3, "prune")
     assert "ENGINE=paddle" in said.value.hint and not trainer.created
 

@@ -136,7 +136,7 @@ def test_no_more_memory_than_quota_and_nodes_have(
     in_pod.create("resourcequotas", {"metadata": {"name": "lathe"}, "status": status})
     in_pod.denied.add(("list", denied))
     trainer = play(in_pod, hunger)
-    with pytest.raises(NodeFailed):
+    with raises(Code.OUT_OF_MEMORY, kind=NodeFailed):
         launch(nodes=2, restarts=0, memory_per_node="6Gi")
     assert memories(trainer) == ["6Gi"]
     assert "not tried with 9Gi of memory instead of 6Gi: " in caplog.text and said in caplog.text
@@ -408,6 +408,6 @@ def test_a_command_that_is_really_run(
     play(in_pod, run_command)
     trainjob.run(["recipe", "tiny"], Shape(2, 1), LaunchSettings(nodes=2), QUICK)
     assert "Engine:" in capfd.readouterr().out
-    with pytest.raises(WorkerFailed, match="none/such") as said:
+    with raises(Code.NOT_FOUND, "none/such", kind=WorkerFailed) as said:
         trainjob.run(["recipe", "none/such"], Shape(2, 1), LaunchSettings(nodes=2), QUICK)
     assert said.value.status == UserError.status

@@ -16,7 +16,8 @@ from lathe.backends.pdparams import SLICES, read_pdparams, write_pdparams
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 RECIPE = load_recipe("gpt-345m", ["Model.num_attention_heads=4"])
 
@@ -80,7 +81,7 @@ def test_the_published_shape(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     )
     assert (config.head_dim, config.n_head, config.n_inner) == (64, (16, 16), (4096, 4096))
     (folder.parent / "mp_01_sharding_00_pp_00").mkdir()
-    with pytest.raises(UserError, match=r"mp_01_sharding_00_pp_00/model\.pdparams: no such file"):
+    with raises(Code.INCOMPLETE, "mp_01_sharding_00_pp_00/model.pdparams"):
         import_checkpoint(recipe, folder.parent, tmp_path / "tokenizer.json", tmp_path / "model")
 
 
@@ -95,7 +96,7 @@ class Malicious:
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 @pytest.mark.parametrize(
     ("function", "name"),
-    [(os.system, r"(posix|nt)\.system"), (eval, r"builtins\.eval|__builtin__\.eval")],
+    [(os.system, "posix.system"), (eval, ".eval")],
 )
 def test_a_file_that_would_run_something_is_refused_by_name(
     function: Callable[..., object], name: str, protocol: int, tmp_path: Path
@@ -104,26 +105,30 @@ def test_a_file_that_would_run_something_is_refused_by_name(
     code = f"touch {proof}" if function is os.system else f"open({str(proof)!r}, 'w')"
     path = tmp_path / FILE
     path.write_bytes(pickle.dumps({"w": Malicious(function, code)}, protocol))
-    with pytest.raises(UserError, match=name):
+    with raises(Code.UNSAFE, name):
         read_pdparams(path)
     assert not proof.exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "code", "message"),
     [
-        (b"", "not a .pdparams"),
-        (b"\x80\x04garbage", "not a .pdparams"),
-        (pickle.dumps([1, 2]), "contains a list"),
-        (pickle.dumps({"w": "text"}), "w is a str"),
-        (pickle.dumps({"w": np.array([{}, "x"], object)}), "array of Python objects"),
-        (pickle.dumps({"w": np.zeros(9)})[:-20], "not a .pdparams"),
+        (b"", Code.MALFORMED, "not a .pdparams"),
+        (b"\x80\x04garbage", Code.MALFORMED, "not a .pdparams"),
+        (pickle.dumps([1, 2]), Code.WRONG_KIND, "a list"),
+        (pickle.dumps({"w": "text"}), Code.MALFORMED, "w is a str"),
+        (
+            pickle.dumps({"w": np.array([{}, "x"], object)}),
+            Code.MALFORMED,
+            "array of Python objects",
+        ),
+        (pickle.dumps({"w": np.zeros(9)})[:-20], Code.MALFORMED, "not a .pdparams"),
     ],
 )
-def test_other_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(content: bytes, code: Code, message: str, tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with raises(code, message):
         read_pdparams(path)
 
 
@@ -177,7 +182,7 @@ def test_paddle_saves_what_is_read_and_loads_what_is_written(
 def test_shapes_that_do_not_fit(dense: Path, tmp_path: Path) -> None:
     path = export_checkpoint(dense, tmp_path / "theirs")
     wrong = load_recipe("gpt-345m", ["Model.hidden_size=1000", "Model.num_attention_heads=5"])
-    with pytest.raises(UserError, match=r"Model\.num_attention_heads 5"):
+    with raises(Code.MISMATCH, "Model.num_attention_heads 5"):
         import_checkpoint(wrong, path, tmp_path / "tokenizer.json", tmp_path / "out")
 
 
@@ -204,65 +209,86 @@ def cut(**info: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "code", "message"),
     [
-        (nested(1_000_000), "contains a list"),
-        (b"\x80\x04}X\x01\0\0\0w" + nested(200_000)[2:-1] + b"s.", "w is a list"),
-        (pickle.dumps({3: np.zeros(2)}), "name is a int"),
-        (pickle.dumps({("a", "b"): np.zeros(2)}), "name is a tuple"),
-        (pickle.dumps({"w": Call(np.ndarray, (1 << 40,))}), "not a .pdparams"),
+        (nested(1_000_000), Code.WRONG_KIND, "a list"),
+        (b"\x80\x04}X\x01\0\0\0w" + nested(200_000)[2:-1] + b"s.", Code.MALFORMED, "w is a list"),
+        (pickle.dumps({3: np.zeros(2)}), Code.MALFORMED, "a int"),
+        (pickle.dumps({("a", "b"): np.zeros(2)}), Code.MALFORMED, "a tuple"),
+        (pickle.dumps({"w": Call(np.ndarray, (1 << 40,))}), Code.MALFORMED, "not a .pdparams"),
         (
             pickle.dumps({"w": Call(RECONSTRUCT, np.ndarray, (1 << 40,), b"b")}),
+            Code.MALFORMED,
             "not a .pdparams",
         ),
-        (pickle.dumps({"w": np.zeros(3, "S4")}), "w is a ndarray, not a tensor"),
-        (pickle.dumps({"w": np.zeros(3, "c16")}), "w is a ndarray, not a tensor"),
-        (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f.", "not a .pdparams"),
-        (b"\x80\x04" + b"(" * 100_000, "not a .pdparams"),
-        (cut(), "slices do not fit"),
-        (cut(slices=["a", "b"]), "slices do not fit"),
-        (cut(OriginShape=[8]), "slices do not fit"),
-        (cut(slices=["a", "absent"], OriginShape=[8]), "slices do not fit"),
-        (cut(slices=["a", "b"], OriginShape=[9]), "slices do not fit"),
-        (cut(slices=["a", "b"], OriginShape=[1 << 60]), "slices do not fit"),
-        (cut(slices=["a", "n"], OriginShape=[5]), "slices do not fit"),
-        (cut(slices=3, OriginShape=[8]), "slices do not fit"),
-        (cut(slices=[], OriginShape=[0]), "slices do not fit"),
-        (cut(slices=["a", "a"], OriginShape=[8]), "slices do not fit"),
+        (pickle.dumps({"w": np.zeros(3, "S4")}), Code.MALFORMED, "w is a ndarray"),
+        (pickle.dumps({"w": np.zeros(3, "c16")}), Code.MALFORMED, "w is a ndarray"),
+        (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x0f.", Code.MALFORMED, "not a .pdparams"),
+        (b"\x80\x04" + b"(" * 100_000, Code.MALFORMED, "not a .pdparams"),
+        (cut(), Code.CORRUPT, "slices"),
+        (cut(slices=["a", "b"]), Code.CORRUPT, "slices"),
+        (cut(OriginShape=[8]), Code.CORRUPT, "slices"),
+        (cut(slices=["a", "absent"], OriginShape=[8]), Code.CORRUPT, "slices"),
+        (cut(slices=["a", "b"], OriginShape=[9]), Code.CORRUPT, "slices"),
+        (cut(slices=["a", "b"], OriginShape=[1 << 60]), Code.CORRUPT, "slices"),
+        (cut(slices=["a", "n"], OriginShape=[5]), Code.CORRUPT, "slices"),
+        (cut(slices=3, OriginShape=[8]), Code.CORRUPT, "slices"),
+        (cut(slices=[], OriginShape=[0]), Code.CORRUPT, "slices"),
+        (cut(slices=["a", "a"], OriginShape=[8]), Code.CORRUPT, "slices"),
     ],
     ids=range(20),
 )
 def test_a_files_metadata_is_checked_against_its_arrays(
-    content: bytes, message: str, tmp_path: Path
+    content: bytes, code: Code, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / FILE
     path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as raised:
+    with raises(code, message) as raised:
         read_pdparams(path)
     assert raised.value.hint
 
 
 def test_a_folder_or_nothing_in_place_of_a_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a folder, not a file"):
+    with raises(Code.WRONG_KIND, tmp_path):
         read_pdparams(tmp_path)
-    with pytest.raises(UserError, match="No such file"):
+    with raises(Code.NOT_FOUND, "none.pdparams"):
         read_pdparams(tmp_path / "none.pdparams")
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "message"),
     [
-        ({"gpt.decoder.norm.weight": np.zeros(4, np.int32)}, "contains int32, not floats"),
-        ({"decoder.norm.weight": np.zeros(4, np.float32)}, "are the same tensor"),
-        ({"gpt.embeddings.word_embeddings.weight": np.zeros(4, np.float32)}, "not a complete GPT"),
-        ({"gpt.embeddings.word_embeddings.weight": np.zeros((4, 0), np.float32)}, "not a complete"),
-        ({"gpt.decoder.layers.0.linear1.weight": np.zeros(4, np.float32)}, "not a complete GPT"),
-        ({f"gpt.decoder.layers.{9**99}.linear1.weight": np.zeros(4, np.float32)}, "not a complete"),
+        (
+            {"gpt.decoder.norm.weight": np.zeros(4, np.int32)},
+            Code.UNSUPPORTED,
+            "gpt.decoder.norm.weight contains int32",
+        ),
+        ({"decoder.norm.weight": np.zeros(4, np.float32)}, Code.DUPLICATE, "decoder.norm.weight"),
+        (
+            {"gpt.embeddings.word_embeddings.weight": np.zeros(4, np.float32)},
+            Code.INCOMPLETE,
+            "not a complete GPT",
+        ),
+        (
+            {"gpt.embeddings.word_embeddings.weight": np.zeros((4, 0), np.float32)},
+            Code.INCOMPLETE,
+            "not a complete GPT",
+        ),
+        (
+            {"gpt.decoder.layers.0.linear1.weight": np.zeros(4, np.float32)},
+            Code.INCOMPLETE,
+            "not a complete GPT",
+        ),
+        (
+            {f"gpt.decoder.layers.{9**99}.linear1.weight": np.zeros(4, np.float32)},
+            Code.INCOMPLETE,
+            "not a complete GPT",
+        ),
     ],
     ids=range(6),
 )
 def test_tensors_that_do_not_form_a_gpt(
-    changes: dict[str, np.ndarray], message: str, tmp_path: Path
+    changes: dict[str, np.ndarray], code: Code, message: str, tmp_path: Path
 ) -> None:
     arrays = {
         "gpt.embeddings.word_embeddings.weight": np.zeros((9, 4), np.float32),
@@ -273,5 +299,5 @@ def test_tensors_that_do_not_form_a_gpt(
     path = tmp_path / FILE
     write_pdparams(path, arrays | changes)
     recipe = load_recipe("tiny", ["Model.num_attention_heads=2"])
-    with pytest.raises(UserError, match=message):
+    with raises(code, message):
         import_checkpoint(recipe, path, tmp_path / "tokenizer.json", tmp_path / "model")

@@ -13,7 +13,7 @@ from components.plan import plan
 from lathe.data.tokens import TokenDataset, TokenSequences
 from lathe.model.checkpoint import load_checkpoint
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from pipelines.commands.variants import choose_variant
 from pipelines.compiler.compile import FUNCTIONS, built, takes_chats
 from pipelines.compiler.graph import steps
@@ -24,6 +24,7 @@ from tests.pipelines.test_makefile import dry_run
 from tests.pipelines.test_run import ran
 from tests.support.chats import write_conversations, write_model
 from tests.support.compiled import compiled
+from tests.support.errors import raises
 from tests.support.micro_run import write_recipe
 
 
@@ -77,7 +78,7 @@ def test_every_step_reads_conversations() -> None:
         assert load_recipe(settings[name]).Data.reset_attention, name
     assert load_recipe(settings["finetune"]).Engine.max_steps == 60
     assert load_recipe(settings["quantize"]).Engine.max_steps == 0
-    with pytest.raises(UserError, match="it would train on what the others hold out"):
+    with raises(Code.CONFLICTING_OPTIONS, "Data.Train.dataset.split"):
         plan("gpt-345m", [], finetune_recipe="smollm2-chat", has_chats=True)
 
 

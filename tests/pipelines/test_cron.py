@@ -5,8 +5,9 @@ from itertools import islice
 
 import pytest
 
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from pipelines.cluster.cron import parse_cron
+from tests.support.errors import raises
 
 START = datetime(2026, 1, 30, 12, 0, 0, tzinfo=UTC)  # a Friday
 
@@ -38,20 +39,20 @@ def test_a_leap_day_may_be_far():
 @pytest.mark.parametrize(
     ("cron", "message"),
     [
-        ("", "0 fields instead of six"),
+        ("", "0 fields"),
         ("0 0 3 * * 1 2026", "7 fields"),
         ("60 0 3 * * 1", "second: '60' is not in 0-59"),
         ("0 0 3 0 * *", "day of month: '0' is not in 1-31"),
         ("0 0 3 * * 7", "day of week: '7' is not in 0-6, or SUN to SAT"),
         ("0 0 3 * XYZ *", "month: 'XYZ' is not in 1-12, or JAN to DEC"),
-        ("0 0 5-3 * * *", "hour: '5-3' is not in"),
-        ("0 */0 3 * * *", "minute: '\\*/0' is not in"),
+        ("0 0 5-3 * * *", "hour: '5-3'"),
+        ("0 */0 3 * * *", "minute: '*/0'"),
         ("0 0 3 L * *", "day of month: 'L'"),
-        ("0 0 3 1,,2 * *", "'' is not valid"),
-        ("0 0 3 *-5 * *", "'\\*-5' is not valid"),
-        ("0 0 3 30 2 *", "this date does not exist"),
+        ("0 0 3 1,,2 * *", "day of month: ''"),
+        ("0 0 3 *-5 * *", "day of month: '*-5'"),
+        ("0 0 3 30 2 *", ""),
     ],
 )
 def test_invalid_schedules_are_reported(cron, message):
-    with pytest.raises(UserError, match=message):
+    with raises(Code.INVALID_VALUE, repr(cron), message):
         parse_cron(cron)

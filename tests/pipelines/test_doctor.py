@@ -409,7 +409,7 @@ def test_the_rights_asked_about_are_those_of_a_step():
 
 def test_without_a_cluster(kfp):
     result = doctor(kfp)
-    assert result.exit_code == 1 and "error: no kube context" in result.output
+    assert result.exit_code == 1 and "error[unauthorized]: no kube context" in result.output
 
 
 def test_submit_names_the_doctor_where_it_cannot_look(kfp):

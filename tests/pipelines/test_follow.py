@@ -20,7 +20,10 @@ from tests.support.fake_kubernetes import FakeKubernetes
 
 RECORDED = Path(__file__).with_name("recorded")
 BEGAN = datetime(2026, 1, 5, 3, tzinfo=UTC)
-ERROR = "[lathe] error: corpus.txt: contains no text\n[lathe] error:   hint: give another"
+ERROR = (
+    "[lathe] error[too-little-data]: corpus.txt: contains no text\n"
+    "[lathe] error[too-little-data]:   hint: give another"
+)
 
 
 @pytest.fixture
@@ -74,12 +77,13 @@ def test_every_step_of_a_real_run_is_reported_once(kfp, run, name, status, last)
     assert not any(line.startswith(("root", "executor", "condition")) for line in lines)
     assert "no logs, and no steps after a condition: no kube context" in result.output
     if name == "pretrain-terminated":
-        assert "error: the run has been cancelled: " in result.output
+        assert "error[failed]: the run has been cancelled: " in result.output
     elif status:
-        assert f"error: the run has failed: {kfp.url}/#/runs/details/one" in result.output
+        assert f"error[failed]: the run has failed: {kfp.url}/#/runs/details/one" in result.output
         selector = "-l pipeline/runid=.*,lathe/stage=pretrain -c main"
         assert re.search(
-            f"error: pretrain: its log: kubectl -n kubeflow logs {selector}", result.output
+            rf"error\[failed\]: pretrain: its log: kubectl -n kubeflow logs {selector}",
+            result.output,
         )
 
 
@@ -238,11 +242,17 @@ def test_a_failed_step_says_why(kfp, run, cluster, logs):
     assert result.exit_code == 1
     assert "prepare: failed after 12 s" in result.output
     assert ("    prepare: reading corpus.txt" in result.output) == logs
-    assert "last lines of prepare:\n    reading corpus.txt\n    error: corpus" in result.output
+    assert (
+        "last lines of prepare:\n    reading corpus.txt\n    error[too-little-data]: corpus"
+        in result.output
+    )
     assert "executor_input" not in result.output
-    assert "error: prepare: corpus.txt: contains no text\n  hint: give another" in result.output
+    assert (
+        "error[too-little-data]: prepare: corpus.txt: contains no text\n  hint: give"
+        in result.output
+    )
     assert "kubectl -n lathe logs run-prepare -c main" in result.output
-    assert "error: the run has failed" in result.output
+    assert "error[failed]: the run has failed" in result.output
 
 
 def test_a_step_that_was_killed_for_memory_has_a_hint(kfp, run, cluster):
@@ -252,7 +262,7 @@ def test_a_step_that_was_killed_for_memory_has_a_hint(kfp, run, cluster):
 
     kfp.script = Story(fails, fails)
     output = follow(run).output
-    assert "error: prune: exit code 137 (OOMKilled)\n" in output
+    assert "error[out-of-memory]: prune: exit code 137 (OOMKilled)\n" in output
     assert f"hint: make resume RUN={run} proposes how much more memory" in output
 
 
@@ -285,7 +295,7 @@ def test_a_driver_that_fails_says_why(kfp, run, cluster):
     kfp.script = [frame("FAILED")]
     output = follow(run).output
     hint = "\n  hint: in the form of the UI, type the service account lathe-pipeline"
-    assert f"error: KFP driver: {forbidden}{hint}" in output
+    assert f"error[failed]: KFP driver: {forbidden}{hint}" in output
 
 
 def test_a_run_without_any_pod_says_what_argo_says(kfp, run, cluster):
@@ -304,7 +314,7 @@ def test_a_run_without_any_pod_says_what_argo_says(kfp, run, cluster):
     kfp.script = [frame("FAILED")]
     output = follow(run).output
     hint = "\n  hint: in the form of the UI, type the service account lathe-pipeline"
-    assert f"error: {message}\nerror: root-driver(0): {again}{hint}" in output
+    assert f"error[failed]: {message}\nerror[failed]: root-driver(0): {again}{hint}" in output
     assert output.count("hint:") == 1
 
 

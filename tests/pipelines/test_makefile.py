@@ -168,7 +168,10 @@ def test_an_unknown_variable_is_refused_by_the_nearest_name(target, variable, hi
     command = ["make", "--dry-run", "--no-print-directory", target, variable]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     name = variable.partition("=")[0]
-    assert made.returncode and f"error: make {target} has no variable {name}\n" in made.stderr
+    assert (
+        made.returncode
+        and f"error[unknown-key]: make {target} has no variable {name}\n" in made.stderr
+    )
     assert f"  hint: {hint}" in made.stderr and "-m pipelines." not in made.stdout
 
 

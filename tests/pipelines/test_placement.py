@@ -205,13 +205,13 @@ def test_a_root_that_no_pod_mounts(kfp, options, said):
 def test_a_folder_that_no_pod_mounts_is_a_path_of_this_machine(kfp):
     arguments = ["pretrain", "--gpus", "0", "-o", VOLUME, "--corpus", "file:///pvc2/new/"]
     result = CliRunner().invoke(submit, arguments)
-    assert "a local path, which the cluster cannot access" in result.output
+    assert "error[bad-path]: corpus file:///pvc2/new/: " in result.output
 
 
 def test_a_model_on_a_volume_cannot_be_imported(kfp):
     arguments = ["qat", "--gpus", "0", "-o", VOLUME, "--model", "file:///pvc/gpt"]
     result = CliRunner().invoke(submit, [*arguments, "--corpus", "file:///pvc/text.txt"])
-    assert "Pipelines cannot import a model from a volume" in result.output
+    assert "error[unsupported]: model file:///pvc/gpt: " in result.output
 
 
 def test_a_trainjob_on_a_volume(variant):

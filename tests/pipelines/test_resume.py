@@ -185,7 +185,8 @@ def test_a_run_whose_steps_were_all_cached_begins_again(kfp, place):
 def test_a_run_that_has_succeeded_is_resumed_by_force_only(kfp, place):
     kfp.script = [frame("SUCCEEDED")]
     result = CliRunner().invoke(resume.app, [RUN])
-    assert result.exit_code == 2 and "has succeeded\n  hint: FORCE=1" in result.output
+    assert result.exit_code == 2 and f"error[exists]: run {RUN} " in result.output
+    assert "  hint: FORCE=1" in result.output
     assert len(kfp.uploads) == 1
     assert CliRunner().invoke(resume.app, [RUN, "--force"]).exit_code == 0
     assert len(kfp.uploads) == 2
@@ -194,7 +195,7 @@ def test_a_run_that_has_succeeded_is_resumed_by_force_only(kfp, place):
 def test_a_run_that_is_not_ours_is_refused(kfp, place):
     kfp.uploads["v1"] = b"pipelineInfo: {name: mine}\n---\nplatforms: {}\n"
     result = CliRunner().invoke(resume.app, [RUN])
-    assert result.exit_code == 2 and "is not a run of Lathe's pipelines" in result.output
+    assert result.exit_code == 2 and f"error[wrong-kind]: run {RUN} " in result.output
     assert len(kfp.uploads) == 1
 
 

@@ -104,7 +104,11 @@ def test_a_stages_user_error_is_one_message(tmp_path, recipe):
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "short.txt")
     out, err = run.communicate(timeout=240)
     assert run.returncode == 1
-    assert err.startswith("error: prepare: ") and "short.txt" in err and "hint: " in err
+    assert (
+        err.startswith("error[too-little-data]: prepare: ")
+        and "short.txt" in err
+        and "hint: " in err
+    )
     assert "Traceback" not in out + err
     assert "pretrain" not in out
 
@@ -137,7 +141,7 @@ def test_a_killed_rank_fails_the_step_and_leaves_no_process(finished):
     os.kill(ranks["1"], signal.SIGKILL)
     _, err = run.communicate(timeout=120)
     assert run.returncode == 1
-    assert "pretrain: rank 1 ended with exit code -9" in err
+    assert err.startswith("error[killed]: pretrain: rank 1 ended with exit code -9")
     assert not processes(finished.folder, "lathe") and not processes(finished.folder)
 
 
@@ -197,7 +201,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_resumes(tmp_path, recip
     second = start(tmp_path, *arguments)
     _, err = second.communicate(timeout=240)
     assert second.returncode == 2
-    assert f"run/one: a run is active there, process {run.pid}" in err and "hint: " in err
+    assert err.startswith("error[in-use]: ") and "run/one: " in err and str(run.pid) in err
 
     run.kill()
     assert ended_within(30, tmp_path)

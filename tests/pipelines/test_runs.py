@@ -271,18 +271,18 @@ def test_a_file_that_is_not_a_report_is_kept(cluster, tmp_path):
 def test_missing_runs(cluster, monkeypatch):
     cluster.add("two", 5)
     result = command("report", "two")
-    assert result.exit_code == 2 and "run two: has no report\n  hint: " in result.output
+    assert result.exit_code == 2 and "error[not-found]: run two: " in result.output
     assert "404" in command("report", "three").output
-    assert "no run is named" in command("report", "").output
+    assert "error[missing-option]: " in command("report", "").output
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     result = command("report", "one")
-    assert result.exit_code == 2 and "run one: s3://" in result.output
+    assert result.exit_code == 2 and "error[not-found]: run one: s3://" in result.output
 
 
 def test_a_file_that_no_step_writes(cluster):
     cluster.record("one", "report-2/metrics", "[1, 2")
     result = command("report", "one", "--no-open")
-    assert result.exit_code == 2 and "not the output of a step" in result.output
+    assert result.exit_code == 2 and "error[malformed]: " in result.output
 
 
 def test_runs_are_compared_by_what_differs_and_by_their_figures(cluster):
@@ -302,7 +302,7 @@ def test_runs_are_compared_by_what_differs_and_by_their_figures(cluster):
     assert shown("INT8: File") == ["2.25 MB", "2.25 MB 1.00x"]
     assert shown("INT8: Perplexity") == ["171.00 ± 4.40", "188.10 ± 4.40 1.10x"]
     alone = command("compare", "one")
-    assert alone.exit_code == 2 and "give RUN=a,b" in alone.output
+    assert alone.exit_code == 2 and "error[missing-option]: compare 'one'" in alone.output
 
 
 def test_the_search_of_compress_has_figures_of_its_own(cluster, tmp_path):

@@ -199,7 +199,7 @@ def test_a_local_run_is_identical_and_a_killed_shard_resumes_alone(tmp_path, rec
     ):  # starts when another shard is finished
         time.sleep(0.01)
     out, err = run.communicate(timeout=300)
-    assert run.returncode == 1 and err.startswith("error: tokenize: failed"), out + err
+    assert run.returncode == 1 and err.startswith("error[failed]: tokenize: failed"), out + err
     assert ended_within(5, tmp_path)
 
     out = ran(tmp_path, *arguments, "--shards", 3)

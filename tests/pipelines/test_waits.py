@@ -1,5 +1,7 @@
 """A server that accepts connections and never answers, and refusals in the server's own words."""
 
+from lathe_base.errors import Code
+from tests.support.errors import raises
 import socket
 import threading
 import time
@@ -111,7 +113,7 @@ PROXY = (
 def test_a_refusal_keeps_the_servers_words(monkeypatch, endpoint, status, body, said, cure) -> None:
     monkeypatch.setenv("LATHE_KFP_ENDPOINT", endpoint)
     monkeypatch.delenv("KFP_ENDPOINT", raising=False)
-    with pytest.raises(UserError) as raised, answers():
+    with raises(Code.UNAUTHORIZED, if status == 401 else Code.FORBIDDEN) as raised, answers():
         raise refusal(status, body)
     assert said in raised.value.what and f"({status})" in raised.value.what
     assert cure in raised.value.hint and "<html>" not in str(raised.value)
@@ -148,6 +150,6 @@ def test_a_rejected_token_is_tried_again_if_it_was_good_before(monkeypatch, acce
         assert cluster.ask(call) == "answer"
         assert cluster.ask(call) == "answer" and now[0] > 40
         return
-    with pytest.raises(UserError, match="rejects this token: Unauthorized"):
+    with raises(Code.UNAUTHORIZED, "Unauthorized"):
         cluster.ask(call)
     assert len(asked) == api.REJECTED_ATTEMPTS and now[0] < 15

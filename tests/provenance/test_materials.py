@@ -16,10 +16,11 @@ from lathe.data.sources import documents
 from lathe.release.certify.rebuild import Corpora
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code
 from lathe_base.provenance.chain import Step, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY
 from tests.support.attested import OVERRIDES, AttestedRun
+from tests.support.errors import raises
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_a_split_of_a_folder_is_attested_and_found_again(
     assert corpus.uri == f"{folder.as_uri()}::test"
     assert Corpora([corpus], []).place(corpus) == f"{folder}::test"
     shutil.rmtree(folder)
-    with pytest.raises(UserError, match="set::test: the corpus no longer exists"):
+    with raises(Code.NOT_FOUND, "set::test"):
         Corpora([corpus], []).place(corpus)
 
 

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from lathe_base.errors import Code, UserError
+from lathe_base.errors import Code
 from lathe_base.storage import exists, fetch, list_objects, read_text, upload, write_text
 from lathe_base.storage.objects import replace_text
 from tests.support.errors import raises
@@ -186,26 +186,46 @@ def always_the_same_page(request: Handler) -> Answer | None:
     return None if request.key else (200, listing(request.objects, "true", token), XML)
 
 
-FAILURES: dict[str, tuple[Double, str, str]] = {
-    "307 to another endpoint": (redirected, "TemporaryRedirect", "AWS_ENDPOINT_URL and AWS_REGION"),
-    "301": (of_another_region, "PermanentRedirect", "AWS_ENDPOINT_URL"),
-    "a HEAD without a length": (without_length, "without Content-Length", "is the address of an"),
-    "a listing without a next page": (without_end, "lists without end", "is the address of an"),
-    "a listing of the same page": (always_the_same_page, "lists without end", "update the store"),
+FAILURES: dict[str, tuple[Double, Code, str, str]] = {
+    "307 to another endpoint": (
+        redirected,
+        Code.BAD_PATH,
+        "TemporaryRedirect",
+        "AWS_ENDPOINT_URL and AWS_REGION",
+    ),
+    "301": (of_another_region, Code.BAD_PATH, "PermanentRedirect", "AWS_ENDPOINT_URL"),
+    "a HEAD without a length": (
+        without_length,
+        Code.SERVER_ERROR,
+        "Content-Length",
+        "is the address of an",
+    ),
+    "a listing without a next page": (
+        without_end,
+        Code.SERVER_ERROR,
+        "IsTruncated",
+        "is the address of an",
+    ),
+    "a listing of the same page": (
+        always_the_same_page,
+        Code.SERVER_ERROR,
+        "IsTruncated",
+        "update the store",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_these_answers_end_with_one_line(store: type[Handler], tmp_path: Path, name: str) -> None:
     store.objects.update({"p/f": TEXT, "f": TEXT})
-    store.double, cause, cure = FAILURES[name]
+    store.double, code, cause, cure = FAILURES[name]
     verbs: list[Callable[[], object]] = [lambda: fetch("s3://bucket/f", tmp_path / "out")]
     if "listing" in name:
         verbs = [lambda: list_objects("s3://bucket/p/"), lambda: fetch("s3://bucket/p/", tmp_path)]
     for verb in verbs:
-        with pytest.raises(UserError) as raised:
+        with raises(code, cause) as raised:
             verb()
-        assert cause in raised.value.what and cure in raised.value.hint
+        assert cure in raised.value.hint
         assert "\n" not in raised.value.line and len(store.asked) < 20
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

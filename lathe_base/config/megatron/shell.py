@@ -133,9 +133,7 @@ def read_flags(text: str, source: str, variables: Variables) -> list[str]:
                 flags.append(command[i + 1 :])
     if len(flags) > 1:
         what = f"{source}: contains {len(flags)} different pretrain_gpt.py commands"
-        raise UserError(
-            what, "give a file with one of them, or its flags as text", Code.CONFLICTING_OPTIONS
-        )
+        raise UserError(what, "give a file with one of them, or its flags as text", Code.AMBIGUOUS)
     if flags:
         return flags[0]
     words = [word for command in commands for word in command]
