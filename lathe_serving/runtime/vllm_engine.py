@@ -230,7 +230,8 @@ class VLLMEngine(CheckedBackend):
         """Tell the watcher what the slots hold."""
         branches = sum(len(group.branches) for group in self._running)
         tokens = sum(group.n_tokens for group in self._running)
-        self.tell("holds", branches, len(self._waiting), tokens)
+        size = self.engine.vllm_config.cache_config.kv_cache_size_tokens
+        self.tell("holds", branches, len(self._waiting), tokens, tokens / size)
 
     def tell(self, event: str, *values: float) -> None:
         """Tell the watcher; its errors must not affect requests."""
