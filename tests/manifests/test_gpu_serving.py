@@ -1,4 +1,4 @@
-"""The component gpu-serving: Triton's container gets a GPU, and the time and memory that vLLM needs."""
+"""The component gpu-serving: Triton's container gets a GPU, and the time and memory for vLLM."""
 
 import json
 
