@@ -131,7 +131,8 @@ class VLLMEngine(CheckedBackend):
         except ImportError as error:
             raise UserError(
                 f"vLLM cannot be imported: {error}",
-                "run `make vllm-env`, or set Serving.runtime=onnxruntime",
+                "run `make vllm-env`, in a cluster add the component gpu-serving, or set "
+                "Serving.runtime=onnxruntime",
             ) from None
         # Triton's stub is not the interpreter that its environment has first on PATH.
         if not Path(sys.executable or "").name.startswith("python"):
