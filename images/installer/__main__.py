@@ -71,7 +71,7 @@ ENVIRONMENTS = {
 }
 CUDA_SIZES = {
     "train": "3 GB to download, 6.4 GB on disk",
-    "vllm": "about 5 GB to download, 11 GB on disk",
+    "vllm": "several GB",
 }
 
 
