@@ -154,11 +154,11 @@ endef
 lock: dev-env ## Update the lock files to match pyproject.toml (delete one first to renew it)
 	$(call compile,images/train/requirements,$(TRAIN) --group train) || \
 	  $(call compile,images/train/requirements,$(TRAIN) --group train --index $(TORCH_INDEX) --index-strategy unsafe-best-match)
-	$(call compile,images/train/cuda,$(TRAIN) --group train-cuda --no-emit-package onnxruntime)
+	$(call compile,images/train/cuda,$(TRAIN) --group train-cuda)
 	$(call compile,images/serve/requirements,--group serve $(NO_TELEMETRY))
-	$(call compile,images/serve/triton,--group serve-triton -c images/serve/requirements.lock $(NO_TELEMETRY),3.12)
-	$(call compile,images/serve/cuda,--group serve-cuda $(NO_TELEMETRY),3.12)
-	$(call compile,images/vllm/requirements,--group vllm --override images/vllm/override.txt)
+	$(call compile,images/serve/cuda,--group serve-cuda -c images/serve/requirements.lock $(NO_TELEMETRY),3.12)
+	$(call compile,images/serve-vllm/requirements,--group vllm --override images/serve-vllm/override.txt)
+	$(call compile,images/serve-vllm/cuda,--group vllm-cuda --override images/serve-vllm/override.txt,3.12)
 	$(call compile,images/paddle/requirements,--group paddle)
 	$(call compile,images/paddle/cuda,--group paddle-cuda)
 	$(call compile,images/janitor/requirements,--group janitor)
@@ -172,7 +172,6 @@ NO_TELEMETRY := --no-emit-package openvino-telemetry
 # PyPI has torch for CUDA only.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# Where onnxruntime-gpu is, onnxruntime must not be: both are the same module.
 TRAIN := pyproject.toml $(addprefix --no-emit-package ,lathe lathe-base lathe-launch lathe-serving)
 compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_COMMAND="make lock" \
   $(BIN)/uv pip compile -q --generate-hashes --python-version $(or $(3),3.11) \
@@ -182,7 +181,7 @@ compile = UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" UV_CUSTOM_COMPILE_C
 IMAGE_FLAVOUR = $(or $(FLAVOUR),cpu)
 
 .PHONY: images
-images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve janitor" BASE=image@digest)
+images: ## Build the container images (FLAVOUR=cpu|cuda IMAGES="serve serve-vllm" BASE=image@digest)
 	@$(PYTHON) -m images.build $(IMAGES) --flavour $(IMAGE_FLAVOUR) --base=$(call quote,$(BASE)) \
 	  --options=$(call quote,$(BUILD_OPTIONS))
 
@@ -194,11 +193,11 @@ push: ## Push the images: make push REGISTRY=registry.example.com/team FLAVOUR=c
 
 .PHONY: sbom
 sbom: env ## Write the environments' bills of materials to build/sbom/ (FLAVOUR=cpu|cuda)
-	for image in train serve paddle janitor; do \
+	for image in train serve serve-vllm paddle janitor; do \
 	  lock=images/$$image/$(if $(filter cuda,$(IMAGE_FLAVOUR)),cuda,requirements).lock; \
 	  [ -e $$lock ] || lock=images/$$image/requirements.lock; \
 	  case $$image-$(IMAGE_FLAVOUR) in \
-	    serve-cuda) base=$(call quote,$(BASE)); : $${base:=$$($(PYTHON) -c 'from images.build import TRITON; print(TRITON)')};; \
+	    serve-cuda|serve-vllm-cuda) base=$(call quote,$(BASE)); : $${base:=$$($(PYTHON) -c 'from images.build import TRITON; print(TRITON)')};; \
 	    *) base=;; \
 	  esac; \
 	  $(BIN)/python -m lathe sbom $$lock $${base:+--base $$base} --output build/sbom/$$image.cdx.json || exit 1; \
@@ -206,7 +205,7 @@ sbom: env ## Write the environments' bills of materials to build/sbom/ (FLAVOUR=
 
 .PHONY: audit
 audit: sbom ## List known vulnerabilities of the environments (FLAVOUR=cpu|cuda); fails if there are any
-	status=0; for image in train serve paddle janitor; do \
+	status=0; for image in train serve serve-vllm paddle janitor; do \
 	  $(BIN)/python -m lathe audit build/sbom/$$image.cdx.json || status=1; \
 	done; exit $$status
 

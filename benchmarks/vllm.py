@@ -13,7 +13,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,14 +47,16 @@ def vllm_serve(model: Path, streams: int, log: Path) -> Iterator[str]:
     if not torch.cuda.is_available():
         command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
     with log.open("wb") as file:
-        server = subprocess.Popen(command, env={**os.environ, **ENVIRONMENT}, stdout=file, stderr=2)
+        server = subprocess.Popen(
+            command, env={**os.environ, **ENVIRONMENT}, stdout=file, stderr=subprocess.STDOUT
+        )
     try:
-        for _ in range(600):
-            try:
+        while True:
+            with suppress(urllib3.exceptions.HTTPError):
                 urllib3.request("GET", f"http://127.0.0.1:{port}/health", retries=False)
                 break
-            except urllib3.exceptions.HTTPError:
-                time.sleep(1)
+            assert server.poll() is None, log.read_text()
+            time.sleep(1)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         server.terminate()

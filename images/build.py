@@ -23,8 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 REFERENCES = ROOT / "images" / "refs.json"
 BUILDERS = ("podman", "buildah", "docker")
 IMAGES = ("serve", "train", "paddle", "janitor")
+BY_NAME = ("serve-vllm",)  # large, and for few: built when it is named
+PARENTS = {"paddle": "train", "serve-vllm": "serve"}
+"""Image -> the one that it is built on, which is built first."""
 LOCKS = {"cpu": "requirements.lock", "cuda": "cuda.lock"}
-TRITON = "nvcr.io/nvidia/tritonserver:25.10-py3"  # CUDA 13, as onnxruntime-gpu in the lock
+TRITON = "nvcr.io/nvidia/tritonserver:26.07-py3"  # Python 3.12, as images/serve/cuda.lock
 INPUTS = ("images", *PACKAGES, "components", "pipelines", ".containerignore")
 
 
@@ -52,13 +55,14 @@ def tag(flavour: str) -> str:
 def build(image: str, name: str, flavour: str, base: str, options: list[str]) -> str:
     """Build one image under its two tags, `name` and the version, and return its id.
 
-    `paddle` is built on the train image of the tag `name`.
+    Images in `PARENTS` are built on another of the tag `name`.
 
     Args:
         base: image to build on; empty for the Containerfile's own, or NVIDIA's Triton.
         options: passed to the builder as they are.
     """
-    base = base or (TRITON if (image, flavour) == ("serve", "cuda") else "")
+    serves = image in ("serve", "serve-vllm")
+    base = base or (TRITON if serves and flavour == "cuda" else "")
     arguments = {
         "LOCK": LOCKS[flavour],
         "FLAVOUR": flavour,
@@ -67,8 +71,8 @@ def build(image: str, name: str, flavour: str, base: str, options: list[str]) ->
         "CREATED": _created(),
         "SOURCE": _source(),
     } | ({"BASE": base} if base else {})
-    if image == "paddle":
-        arguments["TRAIN"] = f"localhost/lathe-train:{name}"
+    if parent := PARENTS.get(image):
+        arguments[parent.upper()] = f"localhost/lathe-{parent}:{name}"
     with tempfile.NamedTemporaryFile("r") as identity:
         command = [builder(), "build", "--iidfile", identity.name]
         if builder() != "docker":
@@ -139,7 +143,9 @@ def _run(command: list[str]) -> None:
 def main() -> None:
     """Build or push the images that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("images", nargs="*", metavar="IMAGE", help="default: all")
+    parser.add_argument(
+        "images", nargs="*", metavar="IMAGE", help=f"default: all but {', '.join(BY_NAME)}"
+    )
     parser.add_argument("--flavour", choices=LOCKS, default="cpu")
     parser.add_argument("--base", default="", help="base image, preferably with a digest")
     parser.add_argument("--options", default="", help="the builder's own, in one argument")
@@ -147,16 +153,17 @@ def main() -> None:
     given = parser.parse_args()
     names, options = given.images or IMAGES, shlex.split(given.options)
     try:
-        if unknown := set(names) - set(IMAGES):
+        known = (*IMAGES, *BY_NAME)
+        if unknown := set(names) - set(known):
             raise UserError(
                 f"unknown image {', '.join(unknown)}",
-                f"choose from: {', '.join(IMAGES)}",
+                f"choose from: {', '.join(known)}",
                 Code.UNKNOWN_NAME,
             )
         made = tag(given.flavour)
         if given.push is None:
-            if "paddle" in names:
-                names = [n for n in IMAGES if n in names or n == "train"]
+            parents = {PARENTS[n] for n in names if n in PARENTS}
+            names = [n for n in known if n in names or n in parents]
             built = {n: build(n, made, given.flavour, given.base, options) for n in names}
             for name, identity in built.items():
                 print(f"localhost/lathe-{name}:{made} {identity}")
@@ -165,8 +172,8 @@ def main() -> None:
     except (UserError, StageError) as error:
         print(coded(error), file=sys.stderr)
         sys.exit(error.status)
-    known = json.loads(REFERENCES.read_text()) if REFERENCES.exists() else {}
-    REFERENCES.write_text(json.dumps(known | pushed, indent=2) + "\n")
+    references = json.loads(REFERENCES.read_text()) if REFERENCES.exists() else {}
+    REFERENCES.write_text(json.dumps(references | pushed, indent=2) + "\n")
     print(*pushed.values(), sep="\n")
 
 

@@ -150,6 +150,7 @@ class Metrics(Watcher):
         self._running = self._make("running", "Sequences in the batch", "GAUGE")
         self._waiting = self._make("waiting", "Requests waiting for a slot", "GAUGE")
         self._kv = self._make("kv_tokens", "Tokens in the KV cache", "GAUGE")
+        self._usage = self._make("kv_cache_usage", "Share of the KV cache in use", "GAUGE")
 
     def admitted(self, waited: float) -> None:
         self._queue.observe(waited)
@@ -166,7 +167,7 @@ class Metrics(Watcher):
         self._new_drafted += tokens
         self._new_accepted += accepted
 
-    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
+    def holds(self, running: int, waiting: int, kv_tokens: int, kv_usage: float) -> None:
         idle, now = running + waiting == 0, time.monotonic()
         if idle or now - self._told > TELL_SECONDS:
             self._tokens.increment(self._new_tokens)
@@ -175,6 +176,7 @@ class Metrics(Watcher):
             self._running.set(running)
             self._waiting.set(waiting)
             self._kv.set(kv_tokens)
+            self._usage.set(kv_usage)
             self._told, self._new_tokens, self._new_drafted, self._new_accepted = now, 0, 0, 0
 
     def _make(self, name: str, description: str, kind: str) -> Any:

@@ -81,9 +81,9 @@ LOCKS = {
     "images/train/requirements.lock": ("train", True),
     "images/train/cuda.lock": ("train-cuda", True),
     "images/serve/requirements.lock": ("serve", False),
-    "images/serve/triton.lock": ("serve-triton", False),
     "images/serve/cuda.lock": ("serve-cuda", False),
-    "images/vllm/requirements.lock": ("vllm", False),
+    "images/serve-vllm/requirements.lock": ("vllm", False),
+    "images/serve-vllm/cuda.lock": ("vllm-cuda", False),
     "images/janitor/requirements.lock": ("janitor", False),
     "images/paddle/requirements.lock": ("paddle", False),
     "images/paddle/cuda.lock": ("paddle-cuda", False),
@@ -225,8 +225,6 @@ def test_the_lock_file_satisfies_the_bounds(lock: str) -> None:
     wanted = list(group(name))
     if with_package:
         wanted += with_ours(required("."))
-    if name == "train-cuda":  # onnxruntime-gpu provides the same module
-        wanted = [requirement for requirement in wanted if requirement.name != "onnxruntime"]
     pinned = pins(ROOT / lock)
     broken = [
         f"{requirement}, locked: {pinned.get(canonicalize_name(requirement.name))}"

@@ -27,11 +27,10 @@ class Environment:
 
     folder: str
     lock: str
-    """Lock file; `{}` stands for that of PyTorch's build."""
+    """Lock file; `{}` stands for that of the build, for CPUs or for CUDA."""
     contents: str
     size: str
-    """Contents and sizes of an environment, downloaded and on disk; for PyTorch, of the CPU
-    build."""
+    """Contents and sizes of an environment, downloaded and on disk, of the build for CPUs."""
     python: str = ""
     """The only version of Python that it can have; empty: any from 3.11 on."""
 
@@ -52,8 +51,8 @@ ENVIRONMENTS = {
     ),
     "vllm": Environment(
         ".venv-vllm",
-        "images/vllm/requirements.lock",
-        "vLLM for CPUs",
+        "images/serve-vllm/{}",
+        "vLLM",
         "3 GB to download, 7 GB on disk",
     ),
     "paddle": Environment(
@@ -70,7 +69,10 @@ ENVIRONMENTS = {
         "93 MB to download, 0.1 GB on disk",
     ),
 }
-CUDA_SIZE = "3 GB to download, 6.4 GB on disk"
+CUDA_SIZES = {
+    "train": "3 GB to download, 6.4 GB on disk",
+    "vllm": "several GB",
+}
 
 
 def make(name: str, flavour: str, wanted: str) -> None:
@@ -103,7 +105,9 @@ def make(name: str, flavour: str, wanted: str) -> None:
     installer, build = find_installer(wanted), "cpu"
     if name == "train":
         installer, build = choose_build(installer, flavour, ROOT / locks["cpu"])
-    size = CUDA_SIZE if build == "cuda" else environment.size
+    elif name == "vllm":
+        build = flavour or ("cuda" if has_gpu() else "cpu")
+    size = CUDA_SIZES[name] if build == "cuda" else environment.size
     print(f"installing {environment.folder}: {environment.contents} ({size})", flush=True)
     lock = ROOT / locks[build]
     with _incomplete(folder, stamp):

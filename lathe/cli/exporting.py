@@ -71,7 +71,9 @@ def prove(
     model: Model = RUN / "int8",
     engine: Annotated[
         str,
-        typer.Option(help="onnxruntime, openvino, openvino-genai, llama.cpp or transformers."),
+        typer.Option(
+            help="onnxruntime, openvino, openvino-genai, llama.cpp, vllm or transformers."
+        ),
     ] = "onnxruntime",
     data: Data = RUN / "data",
     recipe: RecipeName = "tiny",
@@ -79,8 +81,8 @@ def prove(
 ) -> None:
     """Verify that another engine reproduces the checkpoint's results with an export.
 
-    llama.cpp reads the gguf format, transformers compressed-tensors, openvino-genai openvino. The
-    engine's package must be installed.
+    llama.cpp reads the gguf format, transformers and vllm compressed-tensors, openvino-genai
+    openvino. The engine's package must be installed.
     """
     settings = load(recipe, override)
     from lathe.export.prove import prove_in_engine

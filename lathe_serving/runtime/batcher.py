@@ -111,7 +111,8 @@ class Batcher:
             self._step()
             rows = len(self._owners)
             kv_tokens = int(self._cache.lengths[[*range(rows), *self._reading.values()]].sum())
-            self._notify_watcher(self._watcher.holds, rows, len(self._waiting), kv_tokens)
+            kv_usage = kv_tokens / (self.max_running * self.model.n_positions)
+            self._notify_watcher(self._watcher.holds, rows, len(self._waiting), kv_tokens, kv_usage)
         for group in (*self._rows, *self._reading, *self._waiting):
             group.cancel()
 

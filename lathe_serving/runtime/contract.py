@@ -53,8 +53,9 @@ class Watcher:
     def drafted(self, tokens: int, accepted: int) -> None:
         """A draft of this many tokens was verified, and the first `accepted` of them accepted."""
 
-    def holds(self, running: int, waiting: int, kv_tokens: int) -> None:
-        """The load between two steps: running branches, waiting requests, cached tokens."""
+    def holds(self, running: int, waiting: int, kv_tokens: int, kv_usage: float) -> None:
+        """The load between two steps: running branches, waiting requests, and tokens in the KV
+        cache, also as a share of its size."""
 
 
 class TextBackend(Protocol):

@@ -14,6 +14,7 @@ Source: vLLM 0.32, `vllm/v1/engine/async_llm.py` and `vllm/sampling_params.py`.
 """
 
 import asyncio
+import json
 import locale
 import logging
 import math
@@ -55,10 +56,32 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would lack the threads of this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the container's cores, which are not all
+    "VLLM_CPU_INT4_W4A8": "0",  # or it rounds the inputs of INT4 weights, which are in float
 }
 """How vLLM is set up where the environment does not say otherwise."""
-CPU_SETTINGS = {"dtype": "float32", "enforce_eager": True}
-"""On CPUs: exports are verified in float32, and compiling would take minutes at every start."""
+
+
+def cpu_settings(model: Path) -> dict[str, Any]:
+    """vLLM's settings on CPUs: float32, in which exports are verified, where its kernels compute in
+    it; no compilation, which would take minutes at every start.
+
+    Args:
+        model: a folder of compressed-tensors.
+
+    Raises:
+        UserError: vLLM has no kernel for its weights on CPUs.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    groups = config.get("quantization_config", {}).get("config_groups", {}).values()
+    if any(x["format"] == "pack-quantized" and x["weights"]["num_bits"] != 4 for x in groups):
+        raise UserError(
+            f"{model}: vLLM computes INT8 weights with a scale for each group, or without INT8 "
+            "activations, on GPUs only",
+            "serve it on a GPU, quantize to INT4 or to static INT8, or set "
+            "Serving.runtime=onnxruntime",
+        )
+    # Its integer kernels take 16-bit inputs: others end the process at the first request.
+    return {"dtype": "bfloat16" if groups else "float32", "enforce_eager": True}
 
 
 class VLLMEngine(CheckedBackend):
@@ -110,7 +133,8 @@ class VLLMEngine(CheckedBackend):
         except ImportError as error:
             raise UserError(
                 f"vLLM cannot be imported: {error}",
-                "run `make vllm-env`, or set Serving.runtime=onnxruntime",
+                "run `make vllm-env`, in a cluster add the component gpu-serving, or set "
+                "Serving.runtime=onnxruntime",
                 Code.NOT_INSTALLED,
             ) from None
         # Triton's stub is not the interpreter that its environment has first on PATH.
@@ -135,6 +159,8 @@ class VLLMEngine(CheckedBackend):
         except Exception as error:
             self._end_loop()
             super().close()
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{folder / VLLM_FORMAT}: vLLM cannot load it: {error}",
                 "see the log above, or set Serving.runtime=onnxruntime",
@@ -145,7 +171,6 @@ class VLLMEngine(CheckedBackend):
     async def _load(self, model: Path, prefix_bytes: int) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings: dict[str, Any] = {
@@ -158,9 +183,13 @@ class VLLMEngine(CheckedBackend):
         }
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            settings |= CPU_SETTINGS
+            settings |= cpu_settings(model)
+        else:  # as many as the container has been given
+            settings["tensor_parallel_size"] = current_platform.device_count()
         config = AsyncEngineArgs(**settings).create_engine_config()
         if on_cpu:
+            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
             shape, parallel = config.model_config, config.parallel_config
             sizes = CPUAttentionBackend.get_supported_head_sizes()
             if shape.get_head_size() not in sizes:  # else the first request would crash it
@@ -235,7 +264,8 @@ class VLLMEngine(CheckedBackend):
         """Tell the watcher what the slots hold."""
         branches = sum(len(group.branches) for group in self._running)
         tokens = sum(group.n_tokens for group in self._running)
-        self.tell("holds", branches, len(self._waiting), tokens)
+        size = self.engine.vllm_config.cache_config.kv_cache_size_tokens
+        self.tell("holds", branches, len(self._waiting), tokens, tokens / size)
 
     def tell(self, event: str, *values: float) -> None:
         """Tell the watcher; its errors must not affect requests."""

@@ -7,16 +7,18 @@ version to the connection FD, and answers requests (method, arguments) from ther
 import os
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_serving.runtime.vllm_engine import CPU_SETTINGS, ENVIRONMENT
+from lathe_base.errors import UserError
+from lathe_serving.runtime.vllm_engine import ENVIRONMENT, cpu_settings
 
 
 class VLLM:
-    """A model in vLLM, in float32 on CPUs."""
+    """A model in vLLM, set up as in `VLLMEngine`."""
 
     def __init__(self, folder: str) -> None:
         import vllm
@@ -24,7 +26,7 @@ class VLLM:
 
         settings: dict[str, Any] = {}
         if current_platform.is_cpu():
-            settings = {**CPU_SETTINGS, "kv_cache_memory_bytes": 2**30}
+            settings = {**cpu_settings(Path(folder)), "kv_cache_memory_bytes": 2**30}
         self._llm = vllm.LLM(
             folder,
             max_logprobs=-1,
@@ -68,7 +70,10 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     pipe = Connection(int(sys.argv[2]))
-    model = VLLM(sys.argv[1])
+    try:
+        model = VLLM(sys.argv[1])
+    except UserError as error:
+        sys.exit(f"error: {error}")
     pipe.send(model.version)
     while True:
         try:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,18 +42,43 @@ def test_no_such_image() -> None:
     assert done.returncode == 2 and "serv" in done.stderr and "paddle" in done.stderr
 
 
-def test_paddle_is_built_on_the_train_image_of_the_same_tag(tmp_path: Path) -> None:
+@pytest.fixture
+def builds(tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs `images.build`; returns the command lines that its builder got."""
     recorder = tmp_path / "podman"
     recorder.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     recorder.chmod(0o755)
-    done = command("paddle", path=Path(f"{tmp_path}:{os.environ['PATH']}"))
-    assert done.returncode == 0, done.stderr
-    train, paddle = (tmp_path / "asked").read_text().splitlines()
-    assert "--file images/train/Containerfile" in train and "TRAIN=" not in train
-    assert "--build-arg FLAVOUR=cpu " in train
-    assert "--file images/paddle/Containerfile" in paddle
-    (tag,) = (word for word in train.split() if word.endswith("-cpu"))
-    assert f"--build-arg TRAIN={tag} " in paddle
+
+    def run(*arguments: str) -> list[str]:
+        done = command(*arguments, path=Path(f"{tmp_path}:{os.environ['PATH']}"))
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / "asked").read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(("image", "parent"), build.PARENTS.items())
+def test_an_image_is_built_on_its_parent_of_the_same_tag(
+    builds: Callable[..., list[str]], image: str, parent: str
+) -> None:
+    first, second = builds(image)
+    argument = f"--build-arg {parent.upper()}="
+    assert f"--file images/{parent}/Containerfile" in first and argument not in first
+    assert "--build-arg FLAVOUR=cpu " in first
+    assert f"--file images/{image}/Containerfile" in second
+    (tag,) = (word for word in first.split() if word.endswith("-cpu"))
+    assert f"{argument}{tag} " in second
+
+
+def test_cuda_servers_are_built_on_nvidias_triton(builds: Callable[..., list[str]]) -> None:
+    for line in builds("serve-vllm", "--flavour=cuda"):
+        assert f"--build-arg BASE={build.TRITON} " in line
+        assert "--build-arg LOCK=cuda.lock " in line
+
+
+def test_an_image_that_few_need_is_built_by_name_only(builds: Callable[..., list[str]]) -> None:
+    files = [line.partition("--file ")[2].split("/")[1] for line in builds()]
+    assert files == list(build.IMAGES) and "serve-vllm" not in files
 
 
 def test_push_needs_a_registry() -> None:
@@ -109,7 +135,7 @@ def test_a_step_names_the_image_given_or_pushed_or_built(
     ("lock", "has_triton", "expected"),
     [
         ("requirements.lock", False, "requirements.lock"),
-        ("requirements.lock", True, "triton.lock"),
+        ("requirements.lock", True, "cuda.lock"),
         ("cuda.lock", True, "cuda.lock"),
     ],
 )

@@ -110,6 +110,8 @@ def checkout(tmp_path: Path, folders: dict[str, str]) -> Path:
         "images/train/requirements.lock": pin("torch==2.13.0+cpu", folders["torch+cpu"]) + small,
         "images/train/cuda.lock": pin("torch==2.13.0", folders["torch"]) + small,
         "images/serve/requirements.lock": small,
+        "images/serve-vllm/requirements.lock": small,
+        "images/serve-vllm/cuda.lock": pin("torch==2.13.0", folders["torch"]),
         "requirements-dev.lock": small,
     }
     for name, text in locks.items():
@@ -276,6 +278,16 @@ def test_a_machine_with_a_gpu_gets_cuda_by_default(machine: Machine, cpu_index: 
 
 
 @pytest.mark.slow
+def test_vllm_is_built_for_the_machines_gpu(machine: Machine) -> None:
+    found = []
+    for arguments in ((), ("--flavour=cuda",)):
+        assert machine.run("vllm", *arguments).returncode == 0
+        packages = next(machine.checkout.glob(".venv-vllm/lib/python3*/site-packages"))
+        found.append((packages / "torch").exists())
+    assert found == [False, True]
+
+
+@pytest.mark.slow
 def test_pip_is_the_fallback_without_uv(machine: Machine, cpu_index: str) -> None:
     (machine.bin / "uv").unlink()
     done = machine.run("train", TORCH_INDEX=cpu_index)
@@ -378,8 +390,12 @@ def test_an_image_gets_exactly_its_lock_file(machine: Machine, tmp_path: Path) -
     + ["requirements-dev.lock"],
 )
 def test_every_lock_file_resolves_on_arm(lock: str, tmp_path: Path) -> None:
-    # paddlepaddle-gpu and CUDA 11 have no other wheels, and some of vLLM's build for CPUs neither.
-    only_x86 = {"images/paddle/cuda.lock", "images/vllm/requirements.lock"}
+    # paddlepaddle-gpu and CUDA 11 have no other wheels, and some packages of vLLM's neither.
+    only_x86 = {
+        "images/paddle/cuda.lock",
+        "images/serve-vllm/requirements.lock",
+        "images/serve-vllm/cuda.lock",
+    }
     text = (ROOT / lock).read_text()
     wanted = tmp_path / "requirements.txt"
     # Only PyTorch's index has the hash of the CPU build for Arm.

@@ -60,8 +60,8 @@ def test_it_has_the_gateway(images: dict[str, str]) -> None:
     )
 
 
-def wait_ready(server: str, address: str) -> None:
-    deadline = time.monotonic() + 60
+def wait_ready(server: str, address: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(address, timeout=2):

@@ -121,6 +121,7 @@ def test_metrics_are_tritons_prometheus_endpoints(
         "lathe_running": 0,
         "lathe_waiting": 0,
         "lathe_kv_tokens": 0,
+        "lathe_kv_cache_usage": 0,
     }
     with (
         start(repository, serving, tmp_path / "state") as server,

@@ -142,6 +142,10 @@ def test_the_gateway_is_the_same_in_front_of_vllm(openai: OpenAI, exports: Expor
             }
         }
     }
+    shared = "a beginning that comes again " * 6
+    usages = [ask(model="gpt", prompt=shared, max_tokens=1).usage for _ in range(2)]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]  # type: ignore[union-attr]
+    assert cached == [0, 128]
     made = ask(model="gpt", prompt="hello", max_tokens=200, extra_body=forced)
     assert list(json.loads(made.choices[0].text)) == ["a"]
 

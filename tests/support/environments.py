@@ -70,7 +70,12 @@ NEEDED_BY = {
         "serve/runtime/test_single_stream.py",
         "storage/test_command.py",
     ),
-    "vllm": ("serve/runtime/test_contract.py", "serve/runtime/test_vllm.py", "serve/test_vllm.py"),
+    "vllm": (
+        "serve/runtime/test_contract.py",
+        "serve/runtime/test_vllm.py",
+        "serve/runtime/test_vllm_quantized.py",
+        "serve/test_vllm.py",
+    ),
     "paddle": ("launch/test_paddle.py", "paddle", "pipelines/test_run.py"),
 }
 OPTIONAL = {"vllm"}  # 6 GB: `make vllm-env` makes it for those who want its tests

@@ -402,6 +402,23 @@ def test_a_shared_beginning_is_read_once(folder: Path) -> None:
     generator.close()
 
 
+def test_the_watcher_is_told_what_the_slots_hold(folder: Path) -> None:
+    told = []
+
+    class Load(Watcher):
+        def holds(self, running: int, waiting: int, kv_tokens: int, kv_usage: float) -> None:
+            told.append((running, waiting, kv_tokens, kv_usage))
+
+    generator = TextGenerator(folder, 12, 1, 2, 8, watcher=Load())
+    size = 2 * generator.model.n_positions
+    Caller(generator, "hello", GREEDY).wait()
+    generator.close()
+    running, _, tokens, _ = max(told)
+    assert running == 1 and tokens >= len("hello")
+    assert all(usage == tokens / size for _, _, tokens, usage in told)
+    assert told[-1] == (0, 0, 0, 0.0)
+
+
 @pytest.mark.parametrize("options", [{}, {"int8": True}, {"int8": True, "group_size": 32}], ids=str)
 def test_prefix_cache_hits_are_bit_identical(
     tmp_path: Path, byte_tokenizer: Tokenizer, options: dict[str, Any]

@@ -33,7 +33,9 @@ from tests.support.small_export import make_model, write_unproven
 from tests.support.vllm_process import VLLMProcess
 
 pytestmark = pytest.mark.slow
-GPT2 = GPTConfig(384, 64, 64, 32, (2, 1, 2), (80, 40, 96))  # vLLM has no smaller heads on CPUs
+POSITIONS = 512
+# vLLM has no smaller heads on CPUs.
+GPT2 = GPTConfig(384, POSITIONS, 64, 32, (2, 1, 2), (80, 40, 96))
 GREEDY: dict[str, Any] = {"decode_strategy": "greedy_search", "max_tokens": 20}
 PROMPT = [39, 68, 75, 75, 78, 220, 86, 78, 81, 75, 67]
 LETTER, END = 32, 256  # "A" and the end of a text in the tests' tokenizer
@@ -60,7 +62,7 @@ def pair(
         model = make_model(GPT2)
     else:
         CASES["llama of 32"] = "llama", GROUPS
-        sizes = {"hidden_size": 64, "head_dim": 32}
+        sizes = {"hidden_size": 64, "head_dim": 32, "max_position_embeddings": POSITIONS}
         model = pruned("llama of 32", byte_tokenizer, folder / "hf", **sizes).model
     write_unproven(model, byte_tokenizer, folder / "export")
     checkpoint = load_checkpoint(folder / "export" / "checkpoint")
@@ -202,6 +204,17 @@ def test_json_follows_its_schema(pair: Pair) -> None:
     assert ended and all(set(json.loads(got.text)) == {"a", "b"} for got in ended)
     with raises(Code.INVALID_VALUE, "structured_outputs", kind=InvalidRequest):
         answer(pair.vllm, Params(structured_outputs='{"regex": "["}'))
+
+
+def test_cached_tokens_of_a_prefix_are_counted(pair: Pair) -> None:
+    prompt = [int(i) for i in np.random.default_rng(1).integers(33, 250, 300)]
+    params = Params(**GREEDY)
+    first, again = (answer(pair.vllm, params, prompt)[0] for _ in range(2))
+    (other,) = answer(pair.vllm, params, [LETTER, *prompt])  # not shared as a prefix
+    (whole,) = answer(pair.vllm, params, prompt[:256])  # of which the last token is always read
+    cached = [got.cached_tokens for got in (first, again, other, whole)]
+    assert cached == [0, 256, 0, 128]  # whole blocks, which have 128 tokens on CPUs
+    assert again.tokens == first.tokens and again.prompt_tokens == 300
 
 
 def test_a_timeout_ends_with_what_there_is(pair: Pair) -> None:
