@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import numpy as np
 from export import write
@@ -85,8 +86,8 @@ class Run:
     def __init__(
         self, kind: type[Mixed], exported: Path, slots: int, prefix_bytes: int = 0
     ) -> None:
-        text_generator.Batcher = kind  # type: ignore[misc]
-        self.generator = TextGenerator(exported, 200, 1, slots, 10**6, prefix_bytes)
+        with patch.object(text_generator, "Batcher", kind):
+            self.generator = TextGenerator(exported, 200, 1, slots, 10**6, prefix_bytes)
         self.clock, self._begun, self._inside = 0.0, 0.0, 0
 
     def play(self, requests: list[TimedRequest], clients: int | None = None) -> list[RequestTimes]:

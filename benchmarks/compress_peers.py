@@ -23,13 +23,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from compress import PRUNE_RATE, arguments, measure_up, table, tuned
-from onnxruntime.quantization import (
+from onnxruntime.quantization import (  # type: ignore[import-untyped]
     CalibrationDataReader,
     QuantFormat,
     QuantType,
     quantize_static,
 )
-from onnxruntime.quantization.shape_inference import (
+from onnxruntime.quantization.shape_inference import (  # type: ignore[import-untyped]
     quant_pre_process,
 )
 from rich.console import Console
@@ -70,21 +70,26 @@ class PlainBlock(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(B, T, -1))
-        return x + self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        x = x + self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x
 
 
 class PlainGPT(nn.Module):
     def __init__(self, model: GPT) -> None:
         super().__init__()
-        self.wte = nn.Embedding.from_pretrained(model.wte.weight.detach(), freeze=False)
-        self.wpe = nn.Embedding.from_pretrained(model.wpe.weight.detach(), freeze=False)
-        self.h = nn.ModuleList(PlainBlock(block, model.config.head_dim) for block in model.h)
-        self.ln_f = model.ln_f
-        self.head = _linear(model.wte.weight.detach())
+        table = model.embedding.weight.detach()
+        positions = model.get_parameter("wpe.weight").detach()
+        make = nn.Embedding.from_pretrained
+        self.wte = make(table, freeze=False)  # type: ignore[no-untyped-call]
+        self.wpe = make(positions, freeze=False)  # type: ignore[no-untyped-call]
+        self.blocks = [PlainBlock(block, model.config.head_dim) for block in model.blocks]
+        self.h = nn.ModuleList(self.blocks)
+        self.ln_f = model.final_norm
+        self.head = _linear(table)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
-        for block in self.h:
+        for block in self.blocks:
             x = block(x)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
@@ -106,10 +111,10 @@ def by_torch_pruning(
     options = {"p": 1} if importance == "l1" else {}
     n_head = model.config.n_head[0]
     hidden = [plain.wte, plain.wpe, plain.head, plain.ln_f]
-    hidden += [layer for block in plain.h for layer in (block.out, block.proj)]
+    hidden += [layer for block in plain.blocks for layer in (block.out, block.proj)]
     heads = {
         layer: n
-        for block, n in zip(plain.h, model.config.n_head, strict=True)
+        for block, n in zip(plain.blocks, model.config.n_head, strict=True)
         for layer in (block.q, block.k, block.v)
     }
     pruner = tp.pruner.BasePruner(
@@ -127,7 +132,7 @@ def by_torch_pruning(
     )
     for tokens in batches if importance == "taylor" else []:
         loss = F.cross_entropy(plain(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     pruner.step()
     return fused(plain, model)
 
@@ -136,7 +141,7 @@ def fused(plain: PlainGPT, model: GPT) -> GPT:
     """Convert the plain model to Lathe's."""
     D = model.config.head_dim
     state = {n: t for n, t in model.state_dict().items() if not n.startswith("h.")}
-    for i, block in enumerate(plain.h):
+    for i, block in enumerate(plain.blocks):
         qkv = [block.q, block.k, block.v]
         weights = [layer.weight.detach().view(-1, D, layer.in_features) for layer in qkv]
         state[f"h.{i}.attn.c_attn.weight"] = torch.stack(weights, 1).flatten(0, 2)
@@ -147,8 +152,8 @@ def fused(plain: PlainGPT, model: GPT) -> GPT:
             state |= {f"h.{i}.{name}.{key}": tensor for key, tensor in part.state_dict().items()}
     config = replace(
         model.config,
-        n_head=tuple(block.q.out_features // D for block in plain.h),
-        n_inner=tuple(block.fc.out_features for block in plain.h),
+        n_head=tuple(block.q.out_features // D for block in plain.blocks),
+        n_inner=tuple(block.fc.out_features for block in plain.blocks),
     )
     small = GPT(config)
     small.load_state_dict(state)

@@ -92,8 +92,9 @@ def main() -> None:
         print(f"| {name} | {time_taken / len(ids) * 1e9:.1f} | {time_taken / first:.1%} |")
     made = index()
     known = TrainingText([made])
-    marks = known.marks(passages(ids, 0), 0.5).summary()
-    print(f"\nplanted: {marks['contaminated']:,} of {PASSAGES:,} found")
+    planted = known.marks(passages(ids, 0), 0.5)
+    assert planted is not None
+    print(f"\nplanted: {planted.summary()['contaminated']:,} of {PASSAGES:,} found")
 
     other = np.concatenate([b.ids for b in encoded(documents(settings.clean), tokenizer, prepare)])
     seen = grams(ids, ngram)
@@ -103,8 +104,9 @@ def main() -> None:
         at = np.minimum(np.searchsorted(seen, own), len(seen) - 1)
         if (seen[at] == own).mean() < 0.3:
             clean.append(passage)
-    marks = known.marks(clean, 0.5).summary()
-    marked, expected = marks["contaminated"], marks["by_chance"]
+    marks = known.marks(clean, 0.5)
+    assert marks is not None
+    marked, expected = marks.summary()["contaminated"], marks.summary()["by_chance"]
     print(f"clean: {marked:,} of {len(clean):,} marked, {expected} expected by chance")
     print(
         f"index: {made.filter.words.nbytes / 1e6:.0f} MB, every run of {made.shortest} tokens, "

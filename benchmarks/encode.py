@@ -53,7 +53,7 @@ def main() -> None:
                 started = time.process_time()
                 found.append(encode(batch).ids)
                 speed.append(megabytes / (time.process_time() - started))
-            assert np.array_equal(*found), f"{path}: ids differ"
+            assert np.array_equal(found[0], found[1]), f"{path}: ids differ"
         slow, fast = (float(np.median(speed)) for speed in speeds)
         ratio = f"{fast / slow:.0f}x"
         row = (path, len(batch), f"{megabytes:.1f}", f"{slow:.1f}", f"{fast:.1f}", ratio)

@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,9 @@ def measure_up(engine: str, model: Path, folder: Path, settings: argparse.Namesp
     for name, wanted in (("onnx", own), ("eval", by_torch), ("own-eval", own)):
         output = folder / f"{model.name}-{name}"
         if name == "onnx":
-            once(output, lambda o=output: of(own).export(own, model, data, o))
+            once(output, partial(of(own).export, own, model, data, output))
         else:
-            once(
-                output,
-                lambda r=wanted, o=output: of(r).evaluate(r, model, o, data),
-            )
+            once(output, partial(of(wanted).evaluate, wanted, model, output, data))
 
 
 def once(output: Path, stage: Callable[[], Any]) -> None:

@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -195,8 +196,7 @@ def main() -> None:
             f"Lathe {given.lathe_dtype}": lambda: by_lathe(model, cloze, lathe),
         }
         for folder in given.export:
-            title = f"Lathe {folder.name}"
-            rows[title] = lambda folder=folder: by_lathe(folder, cloze, OfflineEvalSettings())
+            rows[f"Lathe {folder.name}"] = partial(by_lathe, folder, cloze, OfflineEvalSettings())
         rounds = [{title: row() for title, row in rows.items()} for _ in range(given.rounds)]
     print(f"\n{len(lines[: given.limit])} passages, {given.threads} threads")
     table(rounds, given.threads)

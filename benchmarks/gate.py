@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
-from scipy.stats import norm
+from scipy.stats import norm  # type: ignore[import-untyped]
 
 from lathe.evaluate.alpha_spending import confidence_at
 from lathe.evaluate.intervals import (

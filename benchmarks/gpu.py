@@ -71,7 +71,7 @@ SHAPES = {
     },
     "cpu": dict.fromkeys(("345M, 8 rows", "345M", "1.3B", "toy"), DRY),
 }
-O2 = {"Engine.mix_precision.dtype": "bfloat16", "Engine.mix_precision.level": "O2"}
+O2: Figures = {"Engine.mix_precision.dtype": "bfloat16", "Engine.mix_precision.level": "O2"}
 COMPILE = {"Engine.compile": True}
 FREE = {"Engine.deterministic": False}
 RECOMPUTE = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
@@ -114,7 +114,7 @@ def ceilings(device: str, folder: Path) -> Iterator[Figures]:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+    F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def best_seconds(device: str, run: Callable[[], object], rounds: int = 10) -> float:
@@ -480,7 +480,8 @@ def main() -> None:
         if left < min(20, PARTS[name].seconds):
             print(f"{name}: no time left")
             continue
-        result = found["parts"][name] = {}
+        result: Figures = {}
+        found["parts"][name] = result
         for figures in run(name, given.dry, left):
             result |= figures
             with atomic_file(given.output) as work:
@@ -508,7 +509,12 @@ def run(name: str, dry: bool, left: float) -> Iterator[Figures]:
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
         )
         started, killed = time.monotonic(), threading.Event()
-        timer = threading.Timer(seconds, lambda: (killed.set(), process.kill()))
+
+        def kill() -> None:
+            killed.set()
+            process.kill()
+
+        timer = threading.Timer(seconds, kill)
         timer.start()
         assert process.stdout is not None
         for line in process.stdout:

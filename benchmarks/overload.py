@@ -60,7 +60,10 @@ class LoadClient:
 
     def ask(self, body: bytes) -> Outcome:
         started = time.perf_counter()
-        reply = self._pool.request("POST", self._url, body=body, retries=False, timeout=300)
+        headers = {"Content-Type": "application/json"}
+        reply = self._pool.request(
+            "POST", self._url, body=body, headers=headers, retries=False, timeout=300
+        )
         seconds = time.perf_counter() - started
         return Outcome(reply.status, seconds, reply.headers.get("Retry-After"))
 

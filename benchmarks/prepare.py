@@ -183,8 +183,13 @@ def megatron_run(
 
     def run() -> None:
         """Run it, then kill the process group: its pool keeps restarting failing workers."""
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(command, cwd=settings.megatron, start_new_session=True, **quiet)
+        process = subprocess.Popen(
+            command,
+            cwd=settings.megatron,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             if process.wait(settings.timeout):
                 raise subprocess.CalledProcessError(process.returncode, command)

@@ -89,18 +89,20 @@ def recipe(given: argparse.Namespace, *overrides: str) -> Recipe:
 
 def make(name: str, row: Row, given: argparse.Namespace) -> Path:
     """Make the row's checkpoint, unless it exists; returns its path."""
-    start = given.output / row.start / "model" if row.start else given.model
-    model = given.output / name / "model"
+    start: Path = given.output / row.start / "model" if row.start else given.model
+    model: Path = given.output / name / "model"
     if row.prune is None and row.quantize is None:
         return start
     if (model / "config.json").is_file():
         return model
     settings = recipe(given, *row.settings())
     if row.quantize is not None:
-        return quantize(settings, start, given.data, model).folder
+        quantize(settings, start, given.data, model)
+        return model
     wanted = "criterion=taylor", "scope=global", f"ratio={row.prune}"
     cut = recipe(given, *row.settings(), *(f"Compress.Prune.{key}" for key in wanted))
-    return prune(cut, start, given.data, model).folder
+    prune(cut, start, given.data, model)
+    return model
 
 
 def line(name: str, given: argparse.Namespace, model: Path, seconds: float) -> str:

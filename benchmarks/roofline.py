@@ -13,7 +13,7 @@ The constants are from one run that was measured: GPT 345M with 32 rows, bfloat1
 """
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ CASES = (
 )
 
 
-class Roofline(Recorder):
+class Roofline(Recorder):  # type: ignore[no-untyped-call]
     """Also counts the operations that start a kernel, and estimates their time."""
 
     gpu = "H200"
@@ -88,7 +88,7 @@ class Roofline(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.operations: Counter[str] = Counter()  # by phase
-        self.seconds: Counter[tuple[str, str]] = Counter()  # by phase and kind
+        self.seconds = defaultdict[tuple[str, str], float](float)  # by phase and kind
         Roofline.last = self
 
     def __torch_dispatch__(
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     Roofline.gpu = arguments.gpu
-    rank.Recorder = Roofline  # type: ignore[misc]
+    rank.Recorder = Roofline  # type: ignore[attr-defined]
     kinds = ("matmul", "attention", "elementwise", "loss")
     table = Table("a step on " + arguments.gpu, "operations", *(f"{kind}, ms" for kind in kinds))
     for column in ("GPU, ms", "host, ms", "exchanged, ms", "tokens/s a GPU", "MFU"):
@@ -163,6 +163,7 @@ def row(case: Case, overrides: list[str], kinds: Sequence[str]) -> list[str]:
     link = NVLINK if case.processes <= GPUS_PER_NODE else NETWORK
     exchanged = sum(x.bytes for x in trial.collectives if x.phase in phases and len(x.ranks) > 1)
     total, host = sum(gpu.values()), HOST_SECONDS * operations
+    assert recipe.Global.local_batch_size is not None
     tokens = recipe.Global.local_batch_size * recipe.Data.Train.dataset.max_seq_len
     step = max(total, host)
     dtype = getattr(torch, recipe.Engine.mix_precision.dtype)

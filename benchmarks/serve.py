@@ -55,7 +55,7 @@ class Lathe:
 
 class CTranslate2:
     def __init__(self, hf: Path, folder: Path, threads: int) -> None:
-        import ctranslate2  # type: ignore[import-not-found]
+        import ctranslate2
 
         converter = ctranslate2.converters.TransformersConverter(str(hf))
         converter.convert(str(folder), quantization="int8")

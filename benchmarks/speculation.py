@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from arrivals import Mixed
@@ -33,10 +34,10 @@ from streams import complete
 
 from lathe_serving.runtime import sequence_group, text_generator
 from lathe_serving.runtime.contract import Receiver, Watcher
+from lathe_serving.runtime.exported_model import ExportedModel
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.sampling import log_softmax, next_token
-from lathe_serving.runtime.session import OnnxModel
 from lathe_serving.runtime.text_generator import TextGenerator
 
 REQUESTS = 8
@@ -69,9 +70,9 @@ class Stream:
     """An engine that processes one request at a time."""
 
     def __init__(self, exported: Path) -> None:
-        text_generator.Batcher = Mixed  # type: ignore[misc]
         self.counts = Counts()
-        self.generator = TextGenerator(exported, NEW, 1, 1, watcher=self.counts)
+        with patch.object(text_generator, "Batcher", Mixed):
+            self.generator = TextGenerator(exported, NEW, 1, 1, watcher=self.counts)
 
     def ask(self, prompt: Tokens, params: Params, speculates: bool) -> tuple[float, list[int]]:
         """Run a request; returns CPU seconds after the first token, and the tokens."""
@@ -135,7 +136,7 @@ def differences(generator: TextGenerator, text: Path, rows: int = 8, length: int
     )
 
 
-def steps(model: OnnxModel, past: int = 200, rounds: int = 30) -> None:
+def steps(model: ExportedModel, past: int = 200, rounds: int = 30) -> None:
     """Print the cost of a step with several tokens, and how its logits differ."""
     cache, generator = model.start(1), np.random.default_rng(0)
     model.step(cache, generator.integers(0, model.vocab_size, (1, past)))
@@ -208,9 +209,8 @@ def dictation(text: Tokens | None) -> Iterator[None]:
         chosen = next_token(logits, seen, n_generated, *rest)
         return chosen if text is None else int(text[n_generated])
 
-    sequence_group.next_token = choose
-    yield
-    sequence_group.next_token = next_token
+    with patch.object(sequence_group, "next_token", choose):
+        yield
 
 
 def show(name: str, stream: Stream, case: Case, rounds: int) -> None:

@@ -38,9 +38,7 @@ from lathe_serving.runtime.text_generator import TextGenerator
 from lathe_serving.server import ANY_PORTS, start
 
 STREAMS = 16
-ONNX: str = "onnxruntime"
-SINGLE: str = "onnxruntime_single_stream"
-OPENVINO: str = "openvino"
+ONNX, SINGLE, OPENVINO = "onnxruntime", "onnxruntime_single_stream", "openvino"
 
 
 class InProcess:
@@ -134,7 +132,7 @@ def serve(
     exported: Path, folder: Path, width: int, runtime: str, arguments: argparse.Namespace
 ) -> Iterator[Client]:
     limits = {"max_running": width, "max_queue": STREAMS, "threads": arguments.threads}
-    serving = ServingSettings(**ANY_PORTS, **limits, runtime=runtime)
+    serving = ServingSettings.model_validate({**ANY_PORTS, **limits, "runtime": runtime})
     repository = write_repository(exported, folder / "models", serving, GenerationSettings())
     with (
         start(repository, serving, folder / "server") as server,

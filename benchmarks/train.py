@@ -271,7 +271,7 @@ def plain_loop(shape: Shape, device: str, folder: Path, tokens: np.ndarray) -> f
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             logits = model(batch[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -294,7 +294,8 @@ class PlainBlock(nn.Module):
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        x = x + self.proj(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))
+        return x
 
 
 class PlainGPT(nn.Module):

@@ -30,6 +30,7 @@ def league(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
+@pytest.mark.slow
 def test_all_can_be_imported() -> None:
     names = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"

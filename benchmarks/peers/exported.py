@@ -52,8 +52,8 @@ def measure(folder: Path, float_folder: Path, rounds: int) -> dict[str, dict[str
     measured = {name: Measured(engine, vocabulary) for name, engine in made.items()}
     for turn in range(rounds + 1):
         for method, argument in CASES:
-            for name, engine in measured.items():
-                seconds = float(np.median(getattr(engine, method)(argument)))
+            for name, one in measured.items():
+                seconds = float(np.median(getattr(one, method)(argument)))
                 if turn:
                     found[name].setdefault(f"{method} {argument}", []).append(seconds)
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
+import onnxruntime  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from lathe_serving.runtime.batcher import PREFILL_CHUNK
@@ -54,7 +54,7 @@ class Lathe(Engine):
             recipe = Recipe.model_validate({"Compress": {"Quantization": quantization}})
             settings, config = recipe.Compress.Quantization, checkpoint.model.config
             is_learned = config.architecture.positions == "learned"
-            batches = torch.from_numpy(calibration).split(CALIBRATION_BATCH)
+            batches = torch.split(torch.from_numpy(calibration), CALIBRATION_BATCH)
             fold(checkpoint.model, smoothing_factors(recipe, checkpoint.model, batches, {}))
             formats = with_int8_formats(recipe, checkpoint.model, batches, {})
             plan = replace(make_plan(config, settings, formats), position_embedding=is_learned)

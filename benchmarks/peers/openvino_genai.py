@@ -14,7 +14,7 @@ from peers.engine import Engine, Ids
 from peers.openvino_graph import build
 from peers.weights import Weights
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "INT8": {"mode": "int8_sym"},
     "INT8f32": {"mode": "int8_sym"},
     **{

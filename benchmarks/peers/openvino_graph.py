@@ -1,12 +1,14 @@
 """A model built from OpenVINO's operators, with keys and values as states of the graph."""
 
+from typing import TypeAlias
+
 import numpy as np
 from openvino import Model, Node, Output, PartialShape, Type, opset13
 from openvino.op.util import Variable, VariableInfo
 
 from peers.weights import Array, Block, Matrix, Norm, Weights
 
-Value = Node | Output
+Value: TypeAlias = Node | Output
 
 
 def build(w: Weights, chosen: bool) -> Model:
@@ -98,7 +100,8 @@ class _Graph:
     def rotation(self, theta: float) -> tuple[Node, Node]:
         """Cosines and sines (B, 1, T, size) of the positions."""
         size = self.w.head_dim
-        steps: Array = np.float32(1) / theta ** (np.arange(0, size, 2, dtype=np.float32) / size)
+        shares = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+        steps: Array = np.float32(1) / np.float32(theta) ** shares
         places = opset13.unsqueeze(opset13.convert(self.positions, "f32"), np.int64(1))
         angles = opset13.matmul(steps[None, :, None], places, False, False)
         angles = opset13.transpose(angles, np.array([0, 2, 1]))

@@ -23,7 +23,6 @@ CASES = {  # name: (method of a worker, its argument)
 SLACK = 1.01  # maximum perplexity of a row that counts, relative to its reference
 UNITS = {("prefill", False): "tokens", ("decode", False): "rows", ("decode", True): "row"}
 TITLES = tuple(f"{case} {UNITS[method, n == 1]}" for case, (method, n) in CASES.items())
-TEXT_AS_TEXT = {"svg.fonttype": "none", "svg.hashsalt": "league"}
 BLUE, GREY = "#1f5fa8", "#9aa5b1"
 Found = dict[str, dict[str, Any]]
 
@@ -53,7 +52,7 @@ def table(found: Found) -> str:
         if scored and not _counts(found, title):
             cells = [f"~~{cell}~~" if cell else "" for cell in cells]
         elif scored:
-            bits = own.get("bits")
+            bits = own.get("bits", 0)
             cells = [
                 f"**{cell}**" if cell and first.get((bits, case)) == title else cell
                 for case, cell in zip(CASES, cells, strict=True)
@@ -75,7 +74,7 @@ def chart(found: Found, path: Path) -> None:
     for axis, measure in zip(axes, measures, strict=True):
         if measure == "perplexity":
             cells = [_change(found, title) for title in shown]
-            middles = [100 * c[0] if c else math.nan for c in cells]
+            middles = np.array([100 * c[0] if c else math.nan for c in cells])
             spans = np.array([[100 * c[1]] * 2 if c else [0, 0] for c in cells]).T
             axis.set_title("perplexity, % above float32", fontsize=9)
         else:
@@ -90,7 +89,7 @@ def chart(found: Found, path: Path) -> None:
         axis.tick_params(labelsize=8)
     axes[0].invert_yaxis()
     figure.tight_layout()
-    with matplotlib.rc_context(TEXT_AS_TEXT):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "league"}):
         figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 

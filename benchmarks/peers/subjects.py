@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,11 +61,11 @@ class Subject:
     def n_positions(self) -> int:
         family = find_architecture(self.config)
         assert family is not None
-        return int(str(self.config[family.key("n_positions")]))
+        return int(self.config[family.key("n_positions")])
 
     @property
-    def config(self) -> dict[str, object]:
-        config: dict[str, object] = json.loads((self.model / "config.json").read_text())
+    def config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.model / "config.json").read_text())
         return config
 
 
@@ -90,7 +91,7 @@ def random_model(config: GPTConfig) -> GPT:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 

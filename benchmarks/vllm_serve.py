@@ -1,6 +1,6 @@
 r"""The gateway's cost in front of vLLM: `Serving.runtime: vllm` beside plain `vllm serve`.
 
-    python benchmarks/vllm.py CHECKPOINT [--streams 1 16 64] [--rounds 3] [--requests 48]
+    python benchmarks/vllm_serve.py CHECKPOINT [--streams 1 16 64] [--rounds 3] [--requests 48]
 
 Both load the same export with the same settings, get the same requests over OpenAI's completions
 (24 to 55 prompt tokens, 16 to 80 new ones, sampled), and take turns: ratios are what counts. On a
@@ -42,7 +42,8 @@ from lathe_serving.server import ANY_PORTS, start
 def vllm_serve(model: Path, streams: int, log: Path) -> Iterator[str]:
     """Run `vllm serve`; yields the address of its API."""
     port = free_port()
-    command = [vllm_python().with_name("vllm"), "serve", model, "--served-model-name", "gpt"]
+    program = vllm_python().with_name("vllm")
+    command = [str(program), "serve", str(model), "--served-model-name", "gpt"]
     command += ["--port", str(port), "--max-num-seqs", str(streams), "--generation-config", "vllm"]
     if not torch.cuda.is_available():
         command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]
@@ -76,7 +77,7 @@ def main() -> None:
         exported = folder / "export"
         with atomic_folder(exported, EXPORT) as work:
             checkpoint = load_checkpoint(arguments.checkpoint)
-            settings = ExportSettings(formats=[VLLM_FORMAT])
+            settings = ExportSettings.model_validate({"formats": [VLLM_FORMAT]})
             metadata = write(checkpoint, work, settings)
             files = write_formats(checkpoint, work, settings)[VLLM_FORMAT]
             metadata["formats"] = {VLLM_FORMAT: {"files": files}}
