@@ -50,6 +50,11 @@ class MixPrecision(Settings):
     level: Literal["O1", "O2"] = "O1"
     """O1 casts operations where it is safe (autocast); O2 ("pure") computes everything in `dtype`,
     with float32 master weights. The Paddle engine always trains at O1."""
+    fp8: bool = False
+    """Whether to compute the matrix products of the blocks' linears in 8-bit floating point, with
+    one scale for each tensor; for `bfloat16`, on Hopper and newer GPUs, with `Engine.compile`.
+    Emulated on CPUs, which is slow. Not for tensor parallelism, LoRA and quantization-aware
+    training. Lathe's own."""
     scale_loss: Annotated[float, Field(gt=0, le=2.0**40)] = 32768.0
     """Loss scale for float16, or its initial value with dynamic scaling; ignored for other
     types."""
