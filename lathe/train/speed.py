@@ -50,8 +50,9 @@ EFFICIENCY = 0.58  # of the data sheet's FLOP/s, by matrix products of a trainin
 REACHED = 0.85  # of the data sheet's bytes/s, by elementwise kernels
 TRAFFIC = 260  # bytes that these move per token, channel and layer: benchmarks/roofline.py
 COMPILED_TRAFFIC = 0.5  # of that, where they are fused: an assumption, not measured
-HOST_SECONDS = {"plain": (6e-4, 3e-4), "mp": (7.4e-3, 3.2e-3)}
-"""Of a block, eager and compiled, on one core of a Xeon."""
+HOST_SECONDS = {"plain": (3.2e-4, 1.6e-4), "mp": (7.4e-3, 3.2e-3)}
+"""Seconds in which a CPU starts a block's kernels, eager and compiled. With tensor parallelism as
+measured on one core of a Xeon; without, 40 operations of 8 us, and half of that."""
 BLOCK_SECONDS = 8e-5  # between the some 40 kernels of a block and a micro-batch, 2 us each
 OVERLAP = 0.9  # of sharding's communication, at most this part is hidden behind compute
 

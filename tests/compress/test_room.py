@@ -48,7 +48,7 @@ def wide(small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_no_more_copies_than_are_asked_for(
+def test_peak_memory_is_within_the_copies_requested(
     case: str, wide: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, overrides = CASES[case]
