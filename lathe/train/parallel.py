@@ -98,6 +98,7 @@ class Stage(nn.Module):
         self.sequence_parallel = self.mp.size() > 1 and recipe.Model.sequence_parallel
         precision = recipe.Engine.mix_precision
         self.device_type, self.dtype = workers.device.type, getattr(torch, precision.dtype)
+        self.compiles = recipe.Engine.compile
         # Pure 16-bit weights need no casts.
         self.autocast = self.dtype != torch.float32 and not precision.is_pure
 
@@ -156,7 +157,7 @@ class Stage(nn.Module):
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             if guide is not None:
                 return distillation_loss(hidden, table, targets, guide)
-            return linear_cross_entropy(hidden, table, targets, group)
+            return linear_cross_entropy(hidden, table, targets, group, self.compiles)
 
 
 def _chosen(x: Tensor, index: Tensor) -> Tensor:

@@ -115,8 +115,8 @@ class EngineSettings(Settings):
     """Number of batches per validation, the same ones every time, of `global_batch_size` sequences
     each, regardless of the micro-batch size, as in Megatron-LM."""
     compile: bool = False
-    """Whether to compile the Transformer blocks with `torch.compile`; ignored by the Paddle
-    engine."""
+    """Whether to compile the Transformer blocks, the teacher's and the softmax of the loss with
+    `torch.compile`; ignored by the Paddle engine."""
     deterministic: bool = True
     """Whether to use only deterministic kernels on a GPU, so that a resumed run ends with the same
     bits as an uninterrupted one; the CPU and the Paddle engine ignore it."""
