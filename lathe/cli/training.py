@@ -209,7 +209,8 @@ def _require_fit(
     memory = None
     if recipe.Global.device != "cpu" and visible_gpus():
         memory = available_memory(torch.device("cuda", 0))
-        if advice := precision_advice(recipe, name, known_gpu(None)):
+        gpu = known_gpu(None)
+        if gpu and (advice := precision_advice(recipe, name, gpu)):
             log.info("%s", advice)
     if init:
         config = read_config(resolve(init))

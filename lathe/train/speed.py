@@ -76,7 +76,7 @@ def known_gpu(name: str | None) -> Gpu | None:
     properties = torch.cuda.get_device_properties(0)
     for model, gpu in GPUS.items():
         if model in properties.name:
-            return gpu._replace(device=properties.name, memory=float(properties.total_memory))
+            return gpu._replace(memory=float(properties.total_memory))
     return None
 
 
