@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 log = logging.getLogger("lathe")
 
-FLIGHT = "flight"
-"""Folder of the flight recorder's dumps, among the saved states of a run."""
 FLIGHT_OPERATIONS = 2000  # that it keeps
 DEVICES = Path("/dev/infiniband")
 LOCKED_BYTES = 2**30

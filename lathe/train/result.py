@@ -13,7 +13,6 @@ from typing import Any
 from lathe.data.tokens import TokenDataset
 from lathe.model.folder import MARKER, read_marker
 from lathe.train.batch import resolve_batch
-from lathe.train.nccl import FLIGHT
 from lathe.train.saved import committed_steps
 from lathe.train.schedule import learning_rate
 from lathe.train.trace import EVENTS, LOG, TRACE
@@ -36,6 +35,8 @@ Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
 KERNELS = "kernels"
 """Folder of the compiled kernels, among the saved states of a run."""
+FLIGHT = "flight"
+"""Folder of the last collectives of each process, after one has not ended in time."""
 
 LATER_PRECISION = ("loss_scale_window", "hysteresis", "fp8")
 MAX_STEPS, DECAY_STEPS = "Engine.max_steps", "Optimizer.lr.decay_steps"

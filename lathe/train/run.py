@@ -22,9 +22,10 @@ from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.capacity import require_batches
 from lathe.train.distill import Teacher
-from lathe.train.nccl import FLIGHT, flight_recorder
+from lathe.train.nccl import flight_recorder
 from lathe.train.parallel import Stage, Weights, build_stages, compile_blocks
 from lathe.train.result import (
+    FLIGHT,
     KERNELS,
     TrainResult,
     begin,

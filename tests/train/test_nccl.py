@@ -9,8 +9,8 @@ from resource import RLIM_INFINITY
 import pytest
 import torch
 
-from lathe.train.nccl import FLIGHT, describe_network, flight_recorder
-from lathe.train.result import remove_states
+from lathe.train.nccl import describe_network, flight_recorder
+from lathe.train.result import FLIGHT, remove_states
 from lathe_base.artifacts.kinds import STATE
 
 TCP = """node-0:71:71 [0] NCCL INFO NET/IB : No device found.
