@@ -73,6 +73,7 @@ SHAPES = {
 }
 O2: Figures = {"Engine.mix_precision.dtype": "bfloat16", "Engine.mix_precision.level": "O2"}
 COMPILE = {"Engine.compile": True}
+FP8 = COMPILE | {"Engine.mix_precision.fp8": True}
 FREE = {"Engine.deterministic": False}
 RECOMPUTE = {"Model.use_recompute": True, "Model.recompute_granularity": "full"}
 
@@ -436,7 +437,10 @@ PARTS = {
     "one by one": Part(240, one_by_one),
     "1.3B": Part(
         240,
-        speeds("1.3B", {"": O2, "compiled": O2 | COMPILE, "recomputed": O2 | RECOMPUTE}),
+        speeds(
+            "1.3B",
+            {"": O2, "compiled": O2 | COMPILE, "fp8": O2 | FP8, "recomputed": O2 | RECOMPUTE},
+        ),
     ),
     "exact resume": Part(120, resume),
     "documents": Part(30, documents),

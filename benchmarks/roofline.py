@@ -8,6 +8,9 @@ whichever is slower, and 2 us; the CPU takes HOST_SECONDS to start one, and wher
 all of them take, the step is bound by the host. What processes exchange is counted whole: it is
 exposed where compute does not hide it. `--gpu` and `-o` are for all rows.
 
+A second table has the planner's estimate of whole layouts, whose constants and limits
+`lathe.train.speed` names.
+
 The constants are from one run that was measured: GPT 345M with 32 rows, bfloat16 and O1 on an H200,
 157,900 tokens/s.
 """
@@ -29,15 +32,15 @@ from lathe.plan import rank
 from lathe.plan.job import dense_config, make_job
 from lathe.plan.record import Recorder
 from lathe.train.flops import data_sheet_flops
+from lathe.train.layout import configured_layout
+from lathe.train.speed import GPUS, step_time
 from lathe_base.config.recipe import load_recipe
 
 EFFICIENCY = 0.58  # of the data sheet's FLOP/s, of matrix products of a training's shapes
 ATTENTION_EFFICIENCY = 0.22  # of attention kernels, forward and backward
-BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes/s of NVIDIA's data sheets
-REACHED = 0.85  # of that, by elementwise kernels
+REACHED = 0.85  # of the memory's bytes/s, by elementwise kernels
 KERNEL_SECONDS = 2e-6  # from one kernel to the next
 HOST_SECONDS = 8e-6  # to start an operation from Python, forward or backward
-NVLINK, NETWORK = 450e9, 50e9  # bytes/s of a GPU in one direction, in a node and between nodes
 GPUS_PER_NODE = 8
 
 
@@ -78,6 +81,13 @@ CASES = (
     Case("345M QAT", "qat-345m", BF16),
 )
 
+LAYOUTS = (  # recipe, GPUs, published MFU, %
+    ("gpt-345m", ("Distributed.dp_degree=8", "Global.global_batch_size=64"), 8, "41 to 46"),
+    ("gpt-1.3b", ("Distributed.dp_degree=8",), 8, ""),
+    ("gpt-6.7b", (), 16, "33 to 39, 41 to 47"),
+    ("gpt-175b-mp8-pp16", (), 128, "42 to 47"),
+)
+
 
 class Roofline(Recorder):  # type: ignore[no-untyped-call]
     """Also counts the operations that start a kernel, and estimates their time."""
@@ -115,7 +125,7 @@ class Roofline(Recorder):  # type: ignore[no-untyped-call]
         size = sum({id(x): x.nbytes for x in (*inputs, *outputs)}.values())
         if name in ("gather", "scatter_add_", "embedding"):
             size = 3 * inputs[-1].nbytes if name != "embedding" else 2 * outputs[0].nbytes
-        memory = size / (BANDWIDTH[self.gpu] * REACHED)
+        memory = size / (GPUS[self.gpu].bandwidth * REACHED)
         if func._overloadpacket not in flop_registry:
             return "loss" if "softmax" in name or "exp" in name else "elementwise", memory
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
@@ -138,7 +148,9 @@ def _starts_a_kernel(func: OpOverload, out: Any) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", choices=BANDWIDTH, default="H200", help="model of the GPU")
+    parser.add_argument(
+        "--gpu", choices=("A100", "H100", "H200", "B200"), default="H200", help="model of the GPU"
+    )
     parser.add_argument("-o", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     Roofline.gpu = arguments.gpu
@@ -150,6 +162,30 @@ def main() -> None:
     for case in CASES:
         table.add_row(case.name, *row(case, arguments.overrides, kinds))
     Console(width=170).print(table)
+    Console(width=170).print(layouts(arguments.gpu))
+
+
+def layouts(gpu: str) -> Table:
+    """The planner's estimate of whole layouts: the recipes in bfloat16, eager, and those that are
+    compiled. Published are torchtitan's figures, and Megatron-LM's, on H100."""
+    table = Table(f"a step on {gpu}", "GPUs")
+    shares = ("compute", "recompute", "exposed communication", "host", "bubble")
+    for column in (*shares, "MFU", "published MFU, %"):
+        table.add_column(column)
+    for name, overrides, gpus, published in LAYOUTS:
+        for chosen, more in ((name, BF16), (f"{name}-bf16", ())):
+            recipe = load_recipe(chosen, [*more, *overrides])
+            config = dense_config(recipe)
+            layout = configured_layout(config, recipe, gpus)
+            time = step_time(config, recipe, layout, GPUS_PER_NODE, GPUS[gpu])
+            length = recipe.Data.Train.dataset.max_seq_len
+            batch = layout.micro_batch * layout.accumulate_steps * layout.data_parallel
+            flops = config.flops_per_token(length) * batch * length / gpus
+            mfu = flops / time.total / data_sheet_flops(GPUS[gpu].device, torch.bfloat16)
+            parts = (time.compute, time.recompute, time.communication, time.host, time.bubble)
+            split = (f"{part / time.total:.0%}" for part in parts)
+            table.add_row(chosen, str(gpus), *split, f"{mfu:.0%}", published)
+    return table
 
 
 def row(case: Case, overrides: list[str], kinds: Sequence[str]) -> list[str]:
@@ -160,7 +196,8 @@ def row(case: Case, overrides: list[str], kinds: Sequence[str]) -> list[str]:
     phases = ("forward and backward", "update", "after the step")
     gpu = {kind: sum(seen.seconds[phase, kind] for phase in phases) for kind in kinds}
     operations = sum(seen.operations[phase] for phase in phases)
-    link = NVLINK if case.processes <= GPUS_PER_NODE else NETWORK
+    gpu_links = GPUS[Roofline.gpu]
+    link = gpu_links.nvlink if case.processes <= GPUS_PER_NODE else gpu_links.network
     exchanged = sum(x.bytes for x in trial.collectives if x.phase in phases and len(x.ranks) > 1)
     total, host = sum(gpu.values()), HOST_SECONDS * operations
     assert recipe.Global.local_batch_size is not None

@@ -30,8 +30,8 @@ CORES = {5e7: "500m", 5e8: "1"}
 MAX_CPU_REQUEST = "4"
 LIMIT = 2
 """Memory limit relative to the memory request."""
-CORES_PER_GPU, MEMORY_GIB, CPU_MEMORY_GIB = 4, 32, 8
-"""CPU cores and memory per GPU, and memory without GPUs if the model is unknown."""
+MEMORY_GIB, CPU_MEMORY_GIB = 32, 8
+"""Memory per GPU, and without GPUs, if the model is unknown."""
 SHARED_MEMORY_GIB, CPU_SHARED_MEMORY_GIB = 8, 2
 """Files in /dev/shm per GPU, and without GPUs, which count towards the memory limit."""
 LAUNCHER = ("100m", "512Mi", "4Gi")
@@ -91,22 +91,31 @@ def starts_trainjob(launch: LaunchSettings) -> bool:
     return launch.nodes > 1 or launch.queue is not None
 
 
+def gpu_cores(gpus: int) -> int:
+    """CPU cores of a pod with so many GPUs: for each a process, its data loader, NCCL's threads and
+    the copies of a save. One GPU gets fewer, as it may be all that a small node has."""
+    return 8 * gpus if gpus > 1 else 4 * gpus
+
+
 def trainjob_overrides(launch: LaunchSettings, sizes: Sizes | None) -> list[str]:
     """What a TrainJob's pods request, unless the recipe says it, as overrides."""
-    if sizes is None or not starts_trainjob(launch):
+    gpus = launch.gpus_per_node
+    if not starts_trainjob(launch) or not (sizes or gpus):
         return []
-    shared = parse_bytes(launch.shared_memory) / GIB if launch.shared_memory else 0.0
-    estimated = {
-        "cpus_per_node": CORES_PER_GPU * launch.gpus_per_node or 1,
-        "memory_per_node": quantity(LIMIT * sizes.training + shared),
-    }
+    if sizes:
+        shared = parse_bytes(launch.shared_memory) / GIB if launch.shared_memory else 0.0
+        memory = LIMIT * sizes.training + shared
+    else:
+        memory = (MEMORY_GIB + SHARED_MEMORY_GIB) * gpus
+    estimated = {"cpus_per_node": gpu_cores(gpus) or 1, "memory_per_node": quantity(memory)}
     missing = estimated.keys() - launch.model_fields_set
     return [f"Launch.{key}={estimated[key]}" for key in sorted(missing)]
 
 
 def placement_overrides(launch: LaunchSettings) -> list[str]:
     """The placement of a run's first recipe as overrides of its others, for their TrainJobs."""
-    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
+    keys = {*Placements.model_fields, "extra_resources"}
+    given = launch.model_dump(include=keys, exclude_unset=True)
     return [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]  # valid YAML
 
 
@@ -150,7 +159,7 @@ def _amounts(
 ) -> tuple[str, str, str]:
     """CPUs, memory and memory limit of a pod with so many GPUs and an estimate of its memory."""
     given = launch.model_fields_set
-    cores = str(CORES_PER_GPU * gpus) if gpus else sizes.cpus if sizes else MAX_CPU_REQUEST
+    cores = str(gpu_cores(gpus)) if gpus else sizes.cpus if sizes else MAX_CPU_REQUEST
     cpus = str(launch.cpus_per_node) if "cpus_per_node" in given else cores
     if "memory_per_node" in given:
         return cpus, launch.memory_per_node, launch.memory_per_node

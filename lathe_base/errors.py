@@ -110,7 +110,7 @@ class UserError(Exception):
 
     status = 2
 
-    def __init__(self, what: str, hint: str, code: Code = Code.FAILED) -> None:
+    def __init__(self, what: str, hint: str, code: Code) -> None:
         what, hint = without_secrets(what), without_secrets(hint)
         super().__init__(f"{what}\n  hint: {hint}")
         self.what = what
@@ -148,7 +148,7 @@ class StageError(RuntimeError):
 
     status = 1
 
-    def __init__(self, message: str, code: Code = Code.FAILED) -> None:
+    def __init__(self, message: str, code: Code) -> None:
         super().__init__(message)
         self.code = code
 

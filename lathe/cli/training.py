@@ -27,7 +27,7 @@ from lathe.cli.options import (
 )
 from lathe.cli.workers import train
 from lathe_base.console import show
-from lathe_base.errors import Code, StageError
+from lathe_base.errors import Code, StageError, UserError
 
 if TYPE_CHECKING:
     from lathe_base.config.settings import Recipe
@@ -81,7 +81,7 @@ def pretrain(
                         *(group, verb),
                     )
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
-        _require_fit(settings, data, init, tokenizer)
+        _require_fit(settings, recipe, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
 
     train(settings, lambda: pretrain(settings, data, output, init, tokenizer))
@@ -113,7 +113,20 @@ def finetune(
 @app.command(epilog="Example: lathe plan --recipe gpt-6.7b --gpus 16 --memory 80GB")
 def plan(
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")],
-    memory: Annotated[str, typer.Option(help="Memory of each GPU: 80GB, 24g or 40GiB.")],
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each GPU: 80GB, 24g or 40GiB; default: that of --gpu, or of this "
+            "machine's GPUs."
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="Model of the GPUs: V100, A100, H100, H200 or B200; default: this "
+            "machine's, or A100."
+        ),
+    ] = None,
     gpus_per_node: Annotated[
         int, typer.Option(min=1, help="GPUs per node, connected by NVLink.")
     ] = 8,
@@ -130,8 +143,8 @@ def plan(
     """Show the parallel layouts that fit in the memory of the GPUs, and pick the fastest.
 
     The recipe's global batch size does not change: a layout affects speed and memory, but not what
-    is learned. If the batch cannot be divided over all GPUs, some stay idle. Speeds are relative,
-    and modeled on a DGX A100.
+    is learned. If the batch cannot be divided over all GPUs, some stay idle. Speeds are modeled
+    from data sheets and from the time in which a CPU starts a block's kernels (host).
 
     --try runs the recipe's own layout with the trainer's code: one optimizer step, a validation
     batch, a save and a load for every distinct kind of process. It shows their peak memory, FLOPs
@@ -142,39 +155,63 @@ def plan(
     from rich.console import Console
 
     from lathe.train.layout import options
-    from lathe.train.plan import make_plan, parse_memory, plan_table, precision_advice
+    from lathe.train.plan import (
+        make_plan,
+        parse_memory,
+        plan_table,
+        precision_advice,
+        speed_estimate,
+    )
+    from lathe.train.speed import GPUS, known_gpu
 
-    size = parse_memory(memory)
+    known = known_gpu(gpu)
+    if memory is not None:
+        size = parse_memory(memory)
+    elif known is not None:
+        size = known.memory
+    else:
+        raise UserError(
+            "the memory of the GPUs is not known", "give --memory 80GB, or --gpu " + ", ".join(GPUS)
+        )
     if is_tried:
         _try(settings, gpus, size, output)
         return
-    memory_plan = make_plan(settings, gpus, size, gpus_per_node)
-    Console(width=None if sys.stdout.isatty() else 120).print(plan_table(memory_plan))
+    node = known or GPUS["A100"]
+    memory_plan = make_plan(settings, gpus, size, gpus_per_node, node)
+    Console(width=None if sys.stdout.isatty() else 130).print(plan_table(memory_plan))
     chosen = " ".join(f"-o {option}" for option in options(settings, memory_plan.best.layout))
     show(
         GPUs=memory_plan.idle(),
         pick=str(memory_plan.best.layout),
         options=chosen or "none: this is the recipe's layout",
         recipe=memory_plan.verdict(),
-        precision=precision_advice(settings),
+        estimate=speed_estimate(memory_plan, settings, node),
+        precision=precision_advice(settings, recipe, known),
     )
 
 
-def _require_fit(recipe: "Recipe", data: Path, init: Path | None, tokenizer: Path | None) -> None:
-    """Check the layout with the memory of this machine's GPUs, if it is to be trained on them."""
+def _require_fit(
+    recipe: "Recipe", name: str, data: Path, init: Path | None, tokenizer: Path | None
+) -> None:
+    """Check the layout with the memory of this machine's GPUs, if it is to be trained on them, and
+    say what suits these better."""
     import torch
 
     from lathe.model.config import read_config
     from lathe.model.folder import resolve
     from lathe.train.capacity import available_memory
-    from lathe.train.plan import require_fit
+    from lathe.train.plan import precision_advice, require_fit
     from lathe.train.pretrain import data_tokenizer, data_vocab_size
     from lathe.train.shape import model_config
+    from lathe.train.speed import known_gpu
     from lathe_launch.shape import required_shape, visible_gpus
 
     memory = None
     if recipe.Global.device != "cpu" and visible_gpus():
         memory = available_memory(torch.device("cuda", 0))
+        gpu = known_gpu(None)
+        if gpu and (advice := precision_advice(recipe, name, gpu)):
+            log.info("%s", advice)
     if init:
         config = read_config(resolve(init))
     else:

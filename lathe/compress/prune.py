@@ -40,6 +40,9 @@ from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 
+COPIES = 2.0
+"""Memory that scoring and cutting need, in multiples of the weights: what is left is a copy."""
+
 
 @attested("prune", "model", "data", "teacher")
 def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
@@ -97,7 +100,7 @@ def _one_round(
             raise UserError(
                 f"{parent.path}: is quantized", "prune first, then quantize", Code.WRONG_KIND
             )
-        device = workers.device_with_room(start_model.model)
+        device = workers.device_with_room(start_model.model, COPIES)
         trainable = with_dropout(start_model.model, recipe.Model).to(device)
         config = trainable.config
         tokens = open_data(data, recipe, config, start_model.tokenizer)

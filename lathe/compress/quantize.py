@@ -42,6 +42,8 @@ from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 
+COPIES = 1.5
+"""Memory that calibration and GPTQ need, in multiples of the weights."""
 CACHE_BYTES = 2**30
 """Upper bound of the key-value cache: rows that fit are generated together, since on a CPU a step
 of many rows takes little longer than one of a few."""
@@ -84,7 +86,7 @@ def quantize(
                 Code.WRONG_KIND,
             )
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
-        device = workers.device_with_room(start.model)
+        device = workers.device_with_room(start.model, COPIES)
         start.model.to(device)
         parts = calibration_batches(recipe, tokens)
         batches = [torch.from_numpy(part).to(device) for part in parts]

@@ -99,6 +99,7 @@ def _open_checkpoint(
         if settings.quantized == "onnxruntime" and device.type == "cpu":
             graph = _graph_scorer(checkpoint)
     is_bfloat16 = settings.dtype == "bfloat16"
+    log.info("evaluating on %s in %s", device, settings.dtype)
     torch_scorer = TorchScorer(net.to(device), is_bfloat16)
 
     @cache

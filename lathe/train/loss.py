@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, C hidden size, V vocabulary rows on this rank, n tokens of a chunk.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +20,11 @@ NARROW_BLOCKS = 4
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup | None = None,
+    is_compiled: bool = False,
 ) -> Tensor:
     """Mean cross-entropy, nats per token, of predicting `targets` with logits `hidden @ weight.T`.
 
@@ -35,14 +41,31 @@ def linear_cross_entropy(
         weight: (V, C), or this rank's equal, contiguous slice of vocabulary rows, in rank order.
         targets: (B, T) ids of the whole vocabulary.
         group: the ranks that share the vocabulary; None if this rank holds all of it.
+        is_compiled: compute loss and slope from the logits in one compiled kernel, which moves half
+            of the bytes; not with a group, whose ranks exchange sums in between.
 
     Returns:
         () loss over the whole vocabulary. The gradient of `hidden` is already summed over `group`.
     """
     out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, group, torch.is_grad_enabled()
+        hidden, weight, targets, group, torch.is_grad_enabled(), is_compiled and group is None
     )
     return out
+
+
+def _replace_by_slope(logits: Tensor, target: Tensor) -> Tensor:
+    """Replace logits (n, V) by the slope of their summed cross-entropy with target ids (n, 1);
+    returns that sum, ()."""
+    log_p = torch.log_softmax(logits, 1, torch.promote_types(logits.dtype, torch.float32))
+    is_target = torch.arange(logits.shape[1], device=logits.device) == target
+    loss = -log_p.gather(1, target).sum()
+    logits.copy_(log_p.exp() - is_target.to(log_p.dtype))
+    return loss
+
+
+@cache
+def _compiled_slope() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_replace_by_slope, fullgraph=True)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -54,6 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         group: dist.ProcessGroup | None,
         grad_enabled: bool,
+        is_compiled: bool,
     ) -> Tensor:
         dtype, wide = compute_dtypes(hidden)
         h, w = hidden.flatten(0, 1).to(dtype), weight.to(dtype)
@@ -74,12 +98,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         n = chunk_rows(N, V, (1 if dtype == wide else NARROW_BLOCKS) * chunks.CHUNK_ELEMENTS)
         rows = chunk_rows(n, V)
         logits_buffer = h.new_empty(n, V)
-        wide_buffer = None if dtype == wide else h.new_empty(rows, V, dtype=wide)
+        is_in_place = dtype == wide or is_compiled
+        wide_buffer = None if is_in_place else h.new_empty(rows, V, dtype=wide)
         for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
             x = h[chunk]
             # Of the loss, once each block of it is computed.
             slope = torch.mm(x, w.T, out=logits_buffer[: len(x)])
-            for i in range(0, len(x), rows):
+            if is_compiled:  # the whole chunk in one kernel
+                loss += _compiled_slope()(slope, ids[chunk])
+            for i in () if is_compiled else range(0, len(x), rows):
                 logits = slope[i : i + rows]
                 target, here = (t[chunk][i : i + rows] for t in (ids, mask))
                 p = logits if wide_buffer is None else wide_buffer[: len(logits)]
@@ -116,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *kept_gradients(ctx, grad), None, None, None
+        return *kept_gradients(ctx, grad), None, None, None, None
 
 
 def compute_dtypes(hidden: Tensor) -> tuple[torch.dtype, torch.dtype]:

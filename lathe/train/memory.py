@@ -274,7 +274,7 @@ def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: La
         narrow = 2 if recipe.Engine.mix_precision.dtype == "bfloat16" else FLOAT
         frozen = FLOAT if _is_pure(recipe) else narrow
         whole = frozen * layers * block.parameters + FLOAT * ends + trained
-    if layout.sharding == 1 and (layout.pp == 1 or not _is_pure(recipe)):
+    if layout.sharding == 1:
         bucket = min(trained, BUCKET_BYTES) if layout.dp > 1 else 0.0
         if not _is_pure(recipe):
             return _State(whole, whole, trained, 2 * trained, FLOAT, 0.0, bucket, 0.0)

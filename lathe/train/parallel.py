@@ -38,7 +38,9 @@ from lathe.model import rotary
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.model.lora import LoraLinear
+from lathe.train import float8
 from lathe.train.distill import Guidance, Teacher, distillation_loss
+from lathe.train.float8 import require_float8
 from lathe.train.layout import configured_layout
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
@@ -96,6 +98,7 @@ class Stage(nn.Module):
         self.sequence_parallel = self.mp.size() > 1 and recipe.Model.sequence_parallel
         precision = recipe.Engine.mix_precision
         self.device_type, self.dtype = workers.device.type, getattr(torch, precision.dtype)
+        self.compiles = recipe.Engine.compile
         # Pure 16-bit weights need no casts.
         self.autocast = self.dtype != torch.float32 and not precision.is_pure
 
@@ -154,7 +157,7 @@ class Stage(nn.Module):
         with torch.autocast(self.device_type, self.dtype, self.autocast):
             if guide is not None:
                 return distillation_loss(hidden, table, targets, guide)
-            return linear_cross_entropy(hidden, table, targets, group)
+            return linear_cross_entropy(hidden, table, targets, group, self.compiles)
 
 
 def _chosen(x: Tensor, index: Tensor) -> Tensor:
@@ -186,7 +189,8 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
 
     Raises:
         UserError: as `configured_layout`; PACT, groups or adapters with tensor parallelism;
-            `Engine.compile` with `Data.reset_attention`, or without a C++ compiler.
+            `Engine.compile` with `Data.reset_attention`, or without a C++ compiler; see also
+            `require_float8`.
     """
     layout = configured_layout(model.config, recipe, workers.size)
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
@@ -218,8 +222,17 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             "activation_quantize_type=moving_average_abs_max",
             Code.LAYOUT,
         )
+    if layout.mp > 1 and workers.device.type == "cuda" and not recipe.Engine.compile:
+        log.warning(
+            "Distributed.mp_degree %d without Engine.compile: the CPU takes milliseconds to start "
+            "the kernels of a block, as a rule longer than a GPU takes to compute it",
+            layout.mp,
+        )
     count = layout.pp * layout.virtual_pp
     skeleton = copy.deepcopy(model.to("meta"))
+    if recipe.Engine.mix_precision.fp8:
+        require_float8(skeleton, recipe, layout, workers.device)
+        float8.insert(skeleton)
     skeleton.set_recompute(recipe.Model.recompute)
     stages = []
     for index in range(workers.at("pp"), count, layout.pp):
@@ -228,16 +241,15 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
         if layout.mp > 1:
             _tensor_parallel(stage, workers.mesh["mp"])
         if recipe.Engine.compile:
-            _compile(part.blocks)
-        # Weights that are not sharded are replicas, see `lathe.train.replicas`; but the 16-bit
-        # gradients of a pipeline's micro-batches are added up in float32 by FSDP only.
-        if layout.sharding > 1 or (recipe.Engine.mix_precision.is_pure and layout.pp > 1):
+            compile_blocks(part.blocks)
+        # Weights that are not sharded are replicas, see `lathe.train.replicas`.
+        if layout.sharding > 1:
             _fully_shard(stage, recipe, workers)
         stages.append(stage)
     return stages
 
 
-def _compile(blocks: nn.ModuleList) -> None:
+def compile_blocks(blocks: nn.ModuleList) -> None:
     """Compile every block when it is first called.
 
     Raises:

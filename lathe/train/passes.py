@@ -1,6 +1,7 @@
 """Forward and backward passes of one optimizer step, without or with pipeline parallelism."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     _PipelineSchedule,
 )
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
@@ -91,13 +91,32 @@ class Passes:
         return self.stage.loss(self.stage(tokens[:, :-1]), tokens[:, 1:], counted=counted)
 
 
+class _Link(PipelineStage):
+    """A pipeline's stage that adds up the gradients of its 16-bit copies in float32 after every
+    micro-batch."""
+
+    half_weights: HalfWeights | None = None
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(*args, **kwargs)
+        if self.half_weights is not None:
+            self.half_weights.collect_gradients(
+                weight for weight in self.submod.parameters() if weight.requires_grad
+            )
+
+
 class PipelinePasses:
     """Runs micro-batches through pipeline stages: 1F1B (Narayanan et al. 2019), interleaved if a
     process has several (Narayanan et al. 2021). Only the last stage knows the loss; the others
     return 0."""
 
     def __init__(
-        self, stages: Sequence[Stage], recipe: Recipe, batch: Batch, workers: Workers
+        self,
+        stages: Sequence[Stage],
+        recipe: Recipe,
+        batch: Batch,
+        workers: Workers,
+        half_weights: HalfWeights | None,
     ) -> None:
         self.stages, self.batch, self.device = stages, batch, workers.device
         steps = batch.accumulate_steps
@@ -112,8 +131,8 @@ class PipelinePasses:
             device="meta",
             requires_grad=True,
         )
-        links: list[_PipelineStageBase] = [
-            PipelineStage(
+        links = [
+            _Link(
                 stage,
                 stage.index,
                 stage.count,
@@ -124,6 +143,8 @@ class PipelinePasses:
             )
             for stage in stages
         ]
+        for link in links:
+            link.half_weights = half_weights
         self.train_schedule: _PipelineSchedule
         self.eval_schedule: _PipelineSchedule
         if len(links) > 1:

@@ -4,13 +4,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 
 from lathe.model.config import GPTConfig
+from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout, configured_layout, global_batch, options, possible_layouts
 from lathe.train.memory import Memory, estimate
 from lathe.train.shape import model_config, trained_adapters
-from lathe.train.speed import StepTime, bubble_share, step_time
+from lathe.train.speed import GPUS, Gpu, StepTime, bubble_share, step_time
+from lathe_base.config.recipe import shipped_recipes
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError, printable
 
@@ -75,13 +78,20 @@ class Plan:
         )
 
 
-def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) -> Plan:
+def make_plan(
+    recipe: Recipe,
+    gpus: int,
+    memory: float,
+    gpus_per_node: int = 8,
+    gpu: Gpu = GPUS["A100"],
+) -> Plan:
     """Search the layouts that the trainer accepts on `gpus` GPUs of `memory` bytes.
 
     If the global batch cannot be divided over all of them, layouts of fewer GPUs are considered.
 
     Raises:
-        UserError: no whole number of nodes, or nothing fits.
+        UserError: no whole number of nodes, nothing fits, or the GPU has no units for the recipe's
+            data type.
     """
     if gpus > 2**16:
         raise UserError(
@@ -93,12 +103,18 @@ def make_plan(recipe: Recipe, gpus: int, memory: float, gpus_per_node: int = 8) 
             f"--gpus {-(-gpus // gpus_per_node) * gpus_per_node}, or another --gpus-per-node",
             Code.LAYOUT,
         )
+    dtype = recipe.Engine.mix_precision.dtype
+    if not data_sheet_flops(gpu.device, getattr(torch, dtype)):
+        raise UserError(
+            f"{gpu.device} has no {dtype}",
+            "-o Engine.mix_precision.dtype=float16, or another --gpu",
+        )
     config = model_config(recipe, recipe.Prepare.vocab_size)
     batch, budget = global_batch(recipe, gpus), USABLE * memory
     lora = trained_adapters(recipe)  # which tensor parallelism cannot divide
 
     def candidate(layout: Layout) -> Candidate:
-        time = step_time(config, recipe, layout, gpus_per_node)
+        time = step_time(config, recipe, layout, gpus_per_node, gpu)
         return Candidate(layout, estimate(config, recipe, layout, lora), time)
 
     def candidates_on(used: int) -> list[Candidate]:
@@ -156,15 +172,38 @@ def require_fit(
     )
 
 
-def precision_advice(recipe: Recipe) -> str | None:
-    """The options for GPUs with bfloat16, of a recipe in float16, whose loss scale may skip
-    updates."""
-    if recipe.Engine.mix_precision.dtype != "float16":
+def precision_advice(recipe: Recipe, name: str, gpu: Gpu | None) -> str | None:
+    """What to use on GPUs with bfloat16 instead of a recipe in float16, whose loss scale may skip
+    updates.
+
+    Args:
+        name: of the recipe.
+        gpu: None if it is not known.
+    """
+    has_bfloat16 = gpu is None or data_sheet_flops(gpu.device, torch.bfloat16) > 0
+    if recipe.Engine.mix_precision.dtype != "float16" or not has_bfloat16:
         return None
     options = ["-o Engine.mix_precision.dtype=bfloat16"]
     if not recipe.Data.reset_attention and not recipe.Engine.compile:
         options.append("-o Engine.compile=True")
-    return f"float16, as V100 and T4 need; on A100, H100 and newer: {' '.join(options)}"
+    better = " ".join(options)
+    if f"{name}-bf16" in shipped_recipes():
+        better = f"-r {name}-bf16, or {better}"
+    where = "on A100, H100 and newer" if gpu is None else "this GPU has bfloat16"
+    return f"float16, as V100 and T4 need; {where}: {better}"
+
+
+def speed_estimate(plan: Plan, recipe: Recipe, gpu: Gpu) -> str:
+    """The modeled speed of the best layout, in a line."""
+    length, best = recipe.Data.Train.dataset.max_seq_len, plan.best
+    tokens = plan.batch * length / best.time.total / best.layout.gpus
+    config = model_config(recipe, recipe.Prepare.vocab_size)
+    peak = data_sheet_flops(gpu.device, getattr(torch, recipe.Engine.mix_precision.dtype))
+    mfu = f", {tokens * config.flops_per_token(length) / peak:.0%} MFU" if peak else ""
+    return (
+        f"{1e3 * best.time.total:,.0f} ms per step on {gpu.device}, {tokens:,.0f} tokens/s per GPU"
+        f"{mfu} (modeled, not measured)"
+    )
 
 
 def parse_memory(text: str) -> float:
@@ -185,16 +224,16 @@ def parse_memory(text: str) -> float:
 
 
 def plan_table(plan: Plan, rows: int = 12) -> Table:
-    """Table of the fastest layouts, the best one marked; about 110 columns wide."""
+    """Table of the fastest layouts, the best one marked; about 120 columns wide."""
     table = Table(box=None, pad_edge=False)
     settings = ("", "dp", "mp", "pp", "sharding", "micro", "recompute")
     gigabytes = ("weights", "grads", "optim", "activ", "temp", "GB/GPU")
-    for name in (*settings, *gigabytes, "bubble", "comm", "again", "speed"):
+    for name in (*settings, *gigabytes, "bubble", "comm", "host", "again", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
     for one in plan.fitting[:rows]:
         at, memory, time = one.layout, one.memory, one.time
         is_best = one is plan.best
-        shares = (time.communication / time.total, time.recompute / time.total)
+        shares = (x / time.total for x in (time.communication, time.host, time.recompute))
         split = (memory.weights, memory.gradients, memory.optimizer, memory.activations)
         table.add_row(
             "*" if is_best else "",

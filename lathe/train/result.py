@@ -35,8 +35,10 @@ Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
 KERNELS = "kernels"
 """Folder of the compiled kernels, among the saved states of a run."""
+FLIGHT = "flight"
+"""Folder of the last collectives of each process, after one has not ended in time."""
 
-LOSS_SCALING = ("loss_scale_window", "hysteresis")
+LATER_PRECISION = ("loss_scale_window", "hysteresis", "fp8")
 MAX_STEPS, DECAY_STEPS = "Engine.max_steps", "Optimizer.lr.decay_steps"
 
 log = logging.getLogger("lathe")
@@ -122,7 +124,7 @@ def run_identity(
     if not recipe.Data.reset_attention:
         free = {**free, "Data": {"reset_attention"}}
     precision, usual = recipe.Engine.mix_precision, MixPrecision()
-    if unset := {k for k in LOSS_SCALING if getattr(precision, k) == getattr(usual, k)}:
+    if unset := {k for k in LATER_PRECISION if getattr(precision, k) == getattr(usual, k)}:
         engine = dict.fromkeys(FREE["Engine"], True)
         free = {**free, "Engine": {**engine, "mix_precision": unset}}
     return {
@@ -260,7 +262,8 @@ def remove_states(output: Path, keep: int = 0) -> None:
     states = sorted((output / STATE).glob("step_*"))
     for path in states[: len(states) - keep]:
         shutil.rmtree(path)
-    shutil.rmtree(output / STATE / KERNELS, ignore_errors=True)
+    for folder in (KERNELS, FLIGHT):
+        shutil.rmtree(output / STATE / folder, ignore_errors=True)
     with suppress(OSError):
         (output / STATE).rmdir()
 

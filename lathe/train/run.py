@@ -22,8 +22,10 @@ from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data
 from lathe.train.capacity import require_batches
 from lathe.train.distill import Teacher
-from lathe.train.parallel import Stage, Weights, build_stages
+from lathe.train.nccl import flight_recorder
+from lathe.train.parallel import Stage, Weights, build_stages, compile_blocks
 from lathe.train.result import (
+    FLIGHT,
     KERNELS,
     TrainResult,
     begin,
@@ -100,7 +102,8 @@ def run_training(
     """
     if teacher is not None:
         inputs = {**inputs, "teacher": checkpoint_digest(teacher)}
-    with join_workers(recipe) as workers:
+    flight = output / STATE / FLIGHT
+    with flight_recorder(flight), join_workers(recipe) as workers:
         identity = run_identity(recipe, inputs, data, workers.data_size)
         require_batches(recipe, resolve_batch(recipe, workers.data_size).total)
         claim_lock = claimed(output, identity, data, *sources, teacher)
@@ -128,6 +131,8 @@ def run_training(
                 guide = make_teacher(recipe, lambda: load_checkpoint(folder).model, config, workers)
             if workers.is_first:
                 begin(output, identity)
+            if workers.device.type == "cuda":
+                flight.mkdir(parents=True, exist_ok=True)
             with tensor_float32(workers.device), kept_kernels(output):
                 trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
                 trainer.run()
@@ -181,6 +186,8 @@ def make_teacher(
     dtype = getattr(torch, precision.dtype) if precision.is_pure else torch.float32
     teacher = Teacher(load().to(workers.device, dtype), recipe.Compress.Distill)
     teacher.check(student)
+    if recipe.Engine.compile:
+        compile_blocks(teacher.model.blocks)
     return teacher
 
 

@@ -1,12 +1,14 @@
 """Step time of a training layout: a model to rank layouts, not a prediction.
 
-The reference is a DGX A100. Korthikanti et al. (2022, arXiv:2205.05198, table 5) published step
-times on it, for 22 to 1000 billion parameters: the model is within 35 % of them, and within 10 % of
-their ratios between layouts. On a GPU that computes faster, communication matters more.
+Matrix products take their FLOPs, all else its memory traffic, and the GPU waits where the host
+cannot launch kernels as fast. For a DGX A100, Korthikanti et al. (2022, arXiv:2205.05198, table 5)
+published step times of 22 to 1000 billion parameters: the model is within 35 % of them, and within
+12 % of their ratios between layouts. On one H200, it is within 10 % of what 345M was measured at.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,13 +17,67 @@ from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout
 from lathe.train.memory import FLOAT
 from lathe_base.config.settings import Recipe
+from lathe_base.errors import UserError, printable
 
-GPU = "A100"
-EFFICIENCY = 0.55  # of the data sheet's FLOP/s: 42 to 57 % of whole steps in that table
-BLOCK_SECONDS = 3e-4  # some 60 kernels of a layer and a micro-batch, 5 us each to start
-NVLINK = 300e9  # bytes/s of a GPU in one direction (NVIDIA DGX A100 data sheet: 600 GB/s in both)
-NETWORK = 25e9  # the same between nodes: one 200 Gb/s HDR InfiniBand port a GPU
+
+class Gpu(NamedTuple):
+    """A GPU in a DGX or HGX node, by NVIDIA's data sheets.
+
+    Attributes:
+        device: as the driver names it.
+        memory: bytes.
+        bandwidth: bytes/s of its memory.
+        nvlink, network: bytes/s in one direction, within a node and between nodes, where every GPU
+            has an InfiniBand port.
+    """
+
+    device: str
+    memory: float
+    bandwidth: float
+    nvlink: float
+    network: float
+
+
+GPUS = {
+    "V100": Gpu("Tesla V100-SXM2", 32e9, 0.9e12, 150e9, 12.5e9),
+    "A100": Gpu("NVIDIA A100", 80e9, 2.0e12, 300e9, 25e9),
+    "H100": Gpu("NVIDIA H100", 80e9, 3.35e12, 450e9, 50e9),
+    "H200": Gpu("NVIDIA H200", 141e9, 4.8e12, 450e9, 50e9),
+    "B200": Gpu("NVIDIA B200", 180e9, 8.0e12, 900e9, 50e9),
+}
+"""By the name that `lathe plan --gpu` takes."""
+EFFICIENCY = 0.58  # of the data sheet's FLOP/s, by matrix products of a training's shapes
+REACHED = 0.85  # of the data sheet's bytes/s, by elementwise kernels
+TRAFFIC = 260  # bytes that these move per token, channel and layer: benchmarks/roofline.py
+COMPILED_TRAFFIC = 0.5  # of that, where they are fused: an assumption, not measured
+HOST_SECONDS = {"plain": (3.2e-4, 1.6e-4), "mp": (7.4e-3, 3.2e-3)}
+"""Seconds in which a CPU starts a block's kernels, eager and compiled. With tensor parallelism as
+measured on one core of a Xeon; without, 40 operations of 8 us, and half of that."""
+BLOCK_SECONDS = 8e-5  # between the some 40 kernels of a block and a micro-batch, 2 us each
 OVERLAP = 0.9  # of sharding's communication, at most this part is hidden behind compute
+
+
+def known_gpu(name: str | None) -> Gpu | None:
+    """The GPU of that name, or this machine's, with the memory that it has; None if there is none,
+    or none of `GPUS`.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name is not None:
+        if name.upper() in GPUS:
+            return GPUS[name.upper()]
+        raise UserError(
+            f"--gpu {printable(name)}: unknown model",
+            f"choose the nearest of {', '.join(GPUS)}, and give --memory",
+        )
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    for model, gpu in GPUS.items():
+        if model in properties.name:
+            return gpu._replace(memory=float(properties.total_memory))
+    return None
 
 
 @dataclass(frozen=True)
@@ -32,15 +88,20 @@ class StepTime:
     recompute: float
     communication: float
     bubble: float
+    host: float
 
     @property
     def total(self) -> float:
         """Total seconds."""
-        return self.compute + self.recompute + self.communication + self.bubble
+        return self.compute + self.recompute + self.communication + self.bubble + self.host
 
 
 def step_time(
-    config: GPTConfig, recipe: Recipe, layout: Layout, gpus_per_node: int = 8
+    config: GPTConfig,
+    recipe: Recipe,
+    layout: Layout,
+    gpus_per_node: int = 8,
+    gpu: Gpu = GPUS["A100"],
 ) -> StepTime:
     """The step time of the slowest GPU.
 
@@ -50,10 +111,12 @@ def step_time(
     sharding's communication overlaps with compute.
     """
     micro_batches, bubble = layout.accumulate_steps, bubble_share(layout)
-    compute, again = _compute(config, recipe, layout)
-    seconds = _seconds(layout, volume(config, recipe, layout), gpus_per_node)
+    compute, again = _compute(config, recipe, layout, gpu)
+    seconds = _seconds(layout, volume(config, recipe, layout), gpus_per_node, gpu)
     waiting = (seconds["mp"] + seconds["pp"]) / micro_batches
-    busy = micro_batches * (compute + again + waiting)
+    launching = _max_layers(config, layout) * host_seconds(layout, recipe.Engine.compile)
+    idle = max(0.0, launching - compute - again - waiting)
+    busy = micro_batches * (compute + again + waiting + idle)
     beside = compute + again
     if layout.pp > 1:
         beside = 0  # torch's schedules reduce when all backward passes are through
@@ -66,6 +129,7 @@ def step_time(
         recompute=micro_batches * again,
         communication=micro_batches * waiting + exposed,
         bubble=busy * bubble / (1 - bubble),
+        host=micro_batches * idle,
     )
 
 
@@ -75,7 +139,14 @@ def bubble_share(layout: Layout) -> float:
     return idle / (layout.virtual_pp * layout.accumulate_steps + idle)
 
 
-def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, float]:
+def host_seconds(layout: Layout, is_compiled: bool) -> float:
+    """Seconds in which a process launches the kernels of a block, forward and backward, of a
+    micro-batch. The operations of tensor parallelism are DTensors', whose layouts it computes."""
+    eager, compiled = HOST_SECONDS["mp" if layout.mp > 1 else "plain"]
+    return compiled if is_compiled else eager
+
+
+def _compute(config: GPTConfig, recipe: Recipe, layout: Layout, gpu: Gpu) -> tuple[float, float]:
     """Seconds of compute per micro-batch, and of recomputation."""
     T, C = recipe.Data.Train.dataset.max_seq_len, config.n_embd
     head = 6.0 * config.vocab_size * C
@@ -91,10 +162,13 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout) -> tuple[float, 
     }[layout.recompute]
     layers = _max_layers(config, layout)
     dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
-    speed = EFFICIENCY * data_sheet_flops(GPU, dtype)
-    seconds = layout.micro_batch * T / layout.mp / speed  # for every operation a token
-    launch = BLOCK_SECONDS * layers
-    return (layers * layer + head) * seconds + launch, layers * again * seconds
+    tokens = layout.micro_batch * T / layout.mp  # whose operations this GPU computes
+    seconds = tokens / (EFFICIENCY * data_sheet_flops(gpu.device, dtype))  # for every operation
+    moved = TRAFFIC * (COMPILED_TRAFFIC if recipe.Engine.compile else 1) * C * dtype.itemsize / 2
+    memory = layers * tokens * moved / (REACHED * gpu.bandwidth)
+    repeated = layers * again * seconds + (memory / 3 if layout.recompute == "full" else 0.0)
+    gaps = BLOCK_SECONDS * layers
+    return (layers * layer + head) * seconds + memory + gaps, repeated
 
 
 def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float]:
@@ -142,18 +216,22 @@ def _ends(config: GPTConfig, recipe: Recipe, layout: Layout, hidden: int) -> flo
     return float(_element(recipe) * (embedded + head))
 
 
-def _seconds(layout: Layout, sizes: dict[str, float], gpus_per_node: int) -> dict[str, float]:
+def _seconds(
+    layout: Layout, sizes: dict[str, float], gpus_per_node: int, gpu: Gpu
+) -> dict[str, float]:
     """Seconds per step to send `volume` along each dimension; tensor parallelism is within a
     node."""
     strides = {"mp": 1, "sharding": layout.mp, "dp": layout.mp * layout.sharding}
     seconds = dict.fromkeys(("mp", "pp", "sharding", "dp"), 0.0)
     for dim in sizes.keys() & strides:
         members = getattr(layout, dim)
-        bandwidth = NVLINK if dim == "mp" else _bandwidth(strides[dim], members, gpus_per_node)
+        bandwidth = gpu.nvlink
+        if dim != "mp":
+            bandwidth = _bandwidth(strides[dim], members, gpus_per_node, gpu)
         seconds[dim] = _ring(members, sizes[dim], bandwidth)
     if "pp" in sizes:
-        bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node)
-        seconds["pp"] = sizes["pp"] / min(bandwidth, NVLINK)
+        bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node, gpu)
+        seconds["pp"] = sizes["pp"] / min(bandwidth, gpu.nvlink)
     return seconds
 
 
@@ -171,9 +249,9 @@ def _ring(members: int, size: float, bandwidth: float) -> float:
     return (members - 1) / members * size / bandwidth
 
 
-def _bandwidth(stride: int, members: int, gpus_per_node: int) -> float:
+def _bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float:
     """Bytes/s around a ring of GPUs whose ranks are `stride` apart: between nodes, it uses the
     network ports of all its members in a node."""
     if stride * members <= gpus_per_node:
-        return NVLINK
-    return min(NVLINK, NETWORK * max(1, gpus_per_node // stride))
+        return gpu.nvlink
+    return min(gpu.nvlink, gpu.network * max(1, gpus_per_node // stride))

@@ -84,13 +84,14 @@ class Trainer(Loop):
         self.replicas: Replicas | None = None
         if not isinstance(stages[0], FSDPModule):
             if recipe.Engine.mix_precision.is_pure:
-                self.half_weights = HalfWeights(stages[0].gpt, stages[0].dtype)
+                whole = torch.nn.ModuleList(stage.gpt for stage in stages)
+                self.half_weights = HalfWeights(whole, stages[0].dtype)
             if workers.data_size > 1:
                 group = workers.mesh["dp"].get_group()
                 self.replicas = Replicas(self.parameters, self.half_weights, group)
         self.passes: Passes | PipelinePasses
         if workers.mesh["pp"].size() > 1:
-            self.passes = PipelinePasses(stages, recipe, self.batch, workers)
+            self.passes = PipelinePasses(stages, recipe, self.batch, workers, self.half_weights)
         else:
             sharding = recipe.Distributed.sharding.sharding_stage
             self.passes = Passes(stages[0], sharding, teacher, self.half_weights, self.replicas)

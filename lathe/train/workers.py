@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +23,17 @@ from torch.distributed.rendezvous import rendezvous
 from lathe.train.heartbeats import Heartbeats
 from lathe.train.layout import DIMS, mesh_shape
 from lathe.train.missing_gpu import missing_gpu
+from lathe.train.nccl import log_network
+from lathe.train.numa import bind_to_gpu
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError
 
+log = logging.getLogger("lathe")
+
 _GROUPS = itertools.count()
-CALIBRATION_COPIES = 4
-"""Memory that calibrating a model needs, in multiples of its weights."""
+ROOM_FOR_ONE_PASS = 4 * 2**30
+"""Bytes for what calibrating a model needs whatever its size: the activations and logits of a text,
+and the Hessian of a linear's inputs."""
 
 POLL_SECONDS = 0.5
 """Between two looks at whether the first process has finished its work alone."""
@@ -79,15 +85,27 @@ class Workers:
         """This process's coordinate in a dimension of the mesh."""
         return self.mesh.get_local_rank(dim)
 
-    def device_with_room(self, model: nn.Module) -> torch.device:
+    def device_with_room(self, model: nn.Module, copies: float) -> torch.device:
         """The device on which a full model is calibrated, scored or rounded before it is divided
-        among the processes: this process's GPU if the model fits several times, otherwise the
-        CPU."""
+        among the processes: this process's GPU if it has room, otherwise the CPU, which is logged.
+
+        Args:
+            copies: memory that the work needs, in multiples of the model's weights.
+        """
         if self.device.type == "cpu":
             return self.device
         free, _ = torch.cuda.mem_get_info(self.device)
-        needed = CALIBRATION_COPIES * sum(p.nbytes for p in model.parameters())
-        return self.device if needed <= free else torch.device("cpu")
+        weights = sum(p.nbytes for p in model.parameters())
+        needed = copies * weights + ROOM_FOR_ONE_PASS
+        device = self.device if needed <= free else torch.device("cpu")
+        if self.is_first:
+            log.log(
+                logging.INFO if device == self.device else logging.WARNING,
+                "calibrating on %s: %.1f GB of weights need about %.1f GB, and the GPU has %.1f GB "
+                "free",
+                *(device, weights / 1e9, needed / 1e9, free / 1e9),
+            )
+        return device
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum in place over all processes."""
@@ -164,6 +182,8 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     device = choose_device(recipe)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     mesh_shape(recipe.Distributed, size)  # before the processes wait for each other
+    if device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        bind_to_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, timeout = _store(), timedelta(minutes=recipe.Distributed.timeout_minutes)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -174,6 +194,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
             # A mesh's groups have their backend's own timeout, of 10 minutes with NCCL.
             for group in dist.distributed_c10d._world.pg_map:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
+            log_network(device, rank, size)
             beats, own = None, None
             if size > 1:
                 clone = store.clone  # type: ignore[attr-defined]  # which its type lacks

@@ -204,6 +204,7 @@ def _resources(settings: LaunchSettings) -> Any:
     amounts = {"cpu": str(settings.cpus_per_node), "memory": settings.memory_per_node}
     if settings.gpus_per_node:
         amounts[settings.gpu_resource] = str(settings.gpus_per_node)
+    amounts |= {name: str(amount) for name, amount in settings.extra_resources.items()}
     quantity = m.IoK8sApimachineryPkgApiResourceQuantity
     quantities = {name: quantity(amount) for name, amount in amounts.items()}
     return m.IoK8sApiCoreV1ResourceRequirements(limits=quantities, requests=quantities)

@@ -36,17 +36,20 @@ class Need:
         pods: how many run at once.
         amounts: requests of each.
         limits: limits of each.
+        extra: those of `Launch.extra_resources` in `amounts`.
     """
 
     name: str
     pods: int
     amounts: Amounts
     limits: Amounts = field(default_factory=dict)
+    extra: Amounts = field(default_factory=dict)
 
     @property
     def gpus(self) -> Decimal:
         """Number of GPUs, for any GPU resource."""
-        return sum((n for name, n in self.amounts.items() if "/" in name), Decimal(0))
+        devices = self.amounts.keys() - self.extra.keys()
+        return sum((self.amounts[name] for name in devices if "/" in name), Decimal(0))
 
     @property
     def stage(self) -> str:
@@ -58,6 +61,7 @@ class Need:
         words.append(f"{self.amounts.get('memory', Decimal(0)) / GIB:.3g} GiB")
         if self.gpus:
             words.append(f"{self.gpus} GPUs")
+        words += [f"{amount} {name}" for name, amount in self.extra.items()]
         return f"{self.name}: {f'{self.pods} pods with ' * (self.pods > 1)}{', '.join(words)}"
 
 
@@ -82,7 +86,10 @@ def resource_needs(
         worker["memory"] = parse_quantity(pretrain_launch.memory_per_node)
         if pretrain_launch.gpus_per_node:
             worker[pretrain_launch.gpu_resource] = Decimal(pretrain_launch.gpus_per_node)
-        all_needs.append(Need(TRAINJOB, launch.nodes, worker, worker))
+        asked = pretrain_launch.extra_resources.items()
+        extra = {name: parse_quantity(str(amount)) for name, amount in asked}
+        worker |= extra
+        all_needs.append(Need(TRAINJOB, launch.nodes, worker, worker, extra))
     return all_needs
 
 

@@ -31,7 +31,8 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LATHE_PIPELINE", "full@sha256:12")
     settings = {"gpus_per_node": 2, "node_pool": "a100", "queue": "training", "priority": "high"}
     trainer = play(in_pod, succeed)
-    launch(nodes=2, processes=2, shared_memory="4Gi", **settings)
+    devices = {"rdma/hca": 8, "hugepages-2Mi": "5Gi"}
+    launch(nodes=2, processes=2, shared_memory="4Gi", extra_resources=devices, **settings)
     (job,) = trainer.created
     said = json.dumps(job)
     assert "an-access-key" not in said and "not-for-the-manifest" not in said
@@ -56,6 +57,7 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     assert "command" not in work and work["args"] == COMMAND
     assert work["numNodes"] == 2 and work["numProcPerNode"] == 2
     amounts = {"cpu": "4", "memory": "32Gi", "nvidia.com/gpu": "2"}
+    amounts |= {"rdma/hca": "8", "hugepages-2Mi": "5Gi"}
     assert work["resourcesPerNode"] == {"limits": amounts, "requests": amounts}
     env = {variable["name"]: variable for variable in work["env"]}
     assert env["AWS_ENDPOINT_URL"]["value"] == "http://store:9000"

@@ -152,12 +152,17 @@ def test_the_doctors_pod_has_it(variant):
 
 
 def test_needs_are_counted_by_the_resource(variant, recipe):
-    arguments = {"recipe": str(recipe), "overrides": [], "nodes": 2}
+    devices = "Launch.extra_resources={rdma/hca: 2, hugepages-2Mi: 1Gi}"
+    arguments = {"recipe": str(recipe), "overrides": [devices], "nodes": 2}
     launch, requests = launch_settings("qat", arguments)
     needs = {need.name: need for need in resource_needs(build("qat", variant), launch, requests)}
     assert (
         needs["the TrainJob"].amounts["nvidia.com/mig-3g.40gb"] == needs["the TrainJob"].gpus == 1
     )
+    assert needs["the TrainJob"].amounts["rdma/hca"] == 2
+    assert needs["the TrainJob"].amounts["hugepages-2Mi"] == 2**30
+    assert "2 rdma/hca" in str(needs["the TrainJob"])
+    assert not any("rdma/hca" in need.amounts for name, need in needs.items() if "Job" not in name)
 
 
 VOLUME = "Launch.volumes=[{claim: artifacts, mount_path: /pvc}]"

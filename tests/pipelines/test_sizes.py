@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from components.machines import Pool, estimate_sizes
+from components.machines import Pool, estimate_sizes, trainjob_overrides
 from components.plan import plan
 from lathe.model.config import GPTConfig
 from lathe.train.shape import model_config
@@ -91,6 +91,21 @@ def test_the_workers_of_a_trainjob_get_what_the_model_needs(more: dict[str, Any]
         assert 2 < mib(launch.memory_per_node) / 1024 < 4
         assert launch.cpus_per_node == 1
         assert (launch.nodes, launch.queue) == (pool.nodes, pool.queue or None)
+
+
+@pytest.mark.parametrize("model", ["known", "unknown"])
+def test_cpus_and_memory_of_workers_follow_their_gpus(model: str) -> None:
+    recipe = load_recipe("gpt-345m", ["Launch.gpus_per_node=8", "Launch.nodes=2"])
+    sizes = None
+    if model == "known":
+        sizes = estimate_sizes(model_config(recipe, 50257), recipe)
+    given = load_recipe("gpt-345m", trainjob_overrides(recipe.Launch, sizes)).Launch
+    assert given.cpus_per_node == 64
+    assert mib(given.memory_per_node) / 1024 >= 8 * 8
+    one = recipe.Launch.model_copy(update={"gpus_per_node": 1})  # nodes with 4 or 8 CPUs
+    assert "Launch.cpus_per_node=4" in trainjob_overrides(one, sizes)
+    without = recipe.Launch.model_copy(update={"gpus_per_node": 0})
+    assert not trainjob_overrides(without, None)
 
 
 def test_a_parameter_replaces_the_recipes_setting_and_an_override_the_parameter() -> None:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from lathe.train.pretrain import pretrain
 from lathe.train.trainer import Trainer
 from lathe_base.config.recipe import load_recipe
 from tests.support.operations import VIEWS
-from tests.support.small_run import SMALL, records
+from tests.support.small_run import SMALL, records, run_layouts
 from tests.support.tables import quick_only
 
 PURE = (*SMALL, "Engine.max_steps=6", "Engine.mix_precision.level=O2")
@@ -47,6 +48,29 @@ def test_one_process_trains_as_fsdp_does(
     pretrain(recipe, small_data, tmp_path / "fsdp")
     for key in ("loss", "eval_loss", "grad_norm"):
         assert records(tmp_path / "copies", key) == records(tmp_path / "fsdp", key)
+
+
+PIPELINES = {
+    "pp2": (2, ("Distributed.pp_degree=2",)),
+    "interleaved, dp2": (
+        4,
+        ("Distributed.pp_degree=2", "Distributed.dp_degree=2", "Model.virtual_pp_degree=2"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES)
+def test_a_pipeline_trains_as_one_process_does(case: str, small_data: Path, tmp_path: Path) -> None:
+    """The gradients of micro-batches are added up in float32."""
+    count, layout = PIPELINES[case]
+    few = ("Model.num_layers=4", "Global.local_batch_size=", "Global.global_batch_size=16")
+    options = (*PURE, *CASES["bfloat16"], *few)
+    pretrain(load_recipe("tiny", options), small_data, tmp_path / "alone")
+    run_layouts(small_data, {tmp_path / "pipeline": ("tiny", *options, *layout)}, count)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        both = [records(tmp_path / name, key) for name in ("alone", "pipeline")]
+        np.testing.assert_allclose(*both, rtol=5e-3)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The chunked loss against F.cross_entropy of whole logits, in one process and sharded."""
 
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,27 @@ def test_loss_and_gradients_equal_cross_entropy(B: int, T: int, dtype: torch.dty
         gradients(ours, hidden, weight, upstream=3.0),
         gradients(theirs, hidden, weight, upstream=3.0),
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_compiled_kernel_computes_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Path(tempfile.gettempdir()) / "lathe-tests-kernels"  # else half a minute each time
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    hidden, weight, targets = inputs(7, dtype=dtype)  # chunks of 4 tokens, and a last one of 1
+    eager, compiled = (
+        linear_cross_entropy(hidden, weight, targets, None, is_compiled)
+        for is_compiled in (False, True)
+    )
+    torch.testing.assert_close(compiled, eager)
+    both = [gradients(loss, hidden, weight, upstream=3.0) for loss in (compiled, eager)]
+    tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(*both, **tolerance)
+    with torch.no_grad():
+        again = linear_cross_entropy(hidden, weight, targets, None, True)
+    torch.testing.assert_close(again, eager)
 
 
 def test_logits_far_apart_stay_finite() -> None:

@@ -18,6 +18,7 @@ from lathe.train.plan import (
     require_fit,
 )
 from lathe.train.shape import model_config
+from lathe.train.speed import GPUS, known_gpu, step_time
 from lathe.train.workers import mesh_shape
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code, UserError
@@ -61,7 +62,7 @@ def test_less_memory_costs_speed(plan: Plan) -> None:
 
 
 def test_table_marks_the_pick(plan: Plan) -> None:
-    console = Console(width=120)
+    console = Console(width=130)
     with console.capture() as printed:
         console.print(plan_table(plan))
     lines = printed.get().splitlines()
@@ -186,9 +187,48 @@ def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
     assert not (tmp_path / "run").exists()
 
 
-def test_float16_recipes_get_the_options_for_bfloat16() -> None:
-    advice = precision_advice(load_recipe("gpt-345m"))
+def test_float16_recipes_get_the_recipe_for_bfloat16() -> None:
+    advice = precision_advice(load_recipe("gpt-345m"), "gpt-345m", None)
     assert advice is not None
+    assert "-r gpt-345m-bf16, or " in advice
     assert advice.endswith("-o Engine.mix_precision.dtype=bfloat16 -o Engine.compile=True")
-    bfloat16 = ["Engine.mix_precision.dtype=bfloat16"]
-    assert precision_advice(load_recipe("gpt-345m", bfloat16)) is None
+    other = precision_advice(load_recipe("qat-345m"), "qat-345m", GPUS["H100"])
+    assert other is not None and "-r" not in other and "this GPU has bfloat16" in other
+    assert precision_advice(load_recipe("gpt-345m"), "gpt-345m", GPUS["V100"]) is None
+    assert precision_advice(load_recipe("gpt-345m-bf16"), "gpt-345m-bf16", None) is None
+
+
+@pytest.mark.parametrize(
+    "name, gpus",
+    {"gpt-345m": 1, "gpt-1.3b": 8, "gpt-6.7b": 16, "gpt-175b-mp8-pp16": 128}.items(),
+)
+def test_recipes_for_bfloat16_fit_80_gb_and_recompute_nothing(name: str, gpus: int) -> None:
+    recipe = load_recipe(f"{name}-bf16")
+    assert recipe.Engine.compile and recipe.Model.recompute is None
+    degree = ["Distributed.dp_degree=auto"]
+    before, after = (load_recipe(x, degree) for x in (name, f"{name}-bf16"))
+    config = model_config(after, 50257)
+    require_fit(config, after, gpus, 0.9 * 80e9)
+    trained = ("Global", "Data", "Optimizer")  # what is learned does not change
+    assert [getattr(before, x) for x in trained] == [getattr(after, x) for x in trained]
+    times = [
+        step_time(config, one, configured_layout(config, one, gpus), gpu=GPUS["H100"])
+        for one in (before, after)
+    ]
+    assert times[1].total < times[0].total
+
+
+def test_the_gpu_is_the_one_that_is_named() -> None:
+    faster = [
+        make_plan(load_recipe("gpt-345m"), 1, 32e9, gpu=GPUS[name]).best.time.total for name in GPUS
+    ]
+    assert faster == sorted(faster, reverse=True)
+    with pytest.raises(UserError, match="V100-SXM2 has no bfloat16"):
+        make_plan(load_recipe("gpt-345m-bf16"), 1, 32e9, gpu=GPUS["V100"])
+    with pytest.raises(UserError, match="--gpu H800: unknown model"):
+        known_gpu("H800")
+    command = ["plan", "-r", "gpt-345m", "--gpus", "1"]
+    shown = CliRunner().invoke(app, [*command, "--gpu", "h200"])
+    assert "tokens/s per GPU" in shown.output and "-r gpt-345m-bf16" in shown.output
+    unknown = CliRunner().invoke(app, command)
+    assert isinstance(unknown.exception, UserError) and "--memory" in unknown.exception.hint

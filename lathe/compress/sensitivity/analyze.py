@@ -3,6 +3,7 @@
 The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from lathe_base.artifacts.journal import Journal
 from lathe_base.config.settings import QuantizationSettings, Recipe
 from lathe_base.config.settings.types import Format
 from lathe_base.provenance.step import attested
+
+log = logging.getLogger("lathe")
 
 
 @attested("analyze", "model", "data")
@@ -66,6 +69,7 @@ class TorchModel:
     ) -> None:
         validation = validation_batches(recipe, data)
         device = choose_device(recipe)
+        log.info("analyzing on %s", device)
         batches = calibration_batches(recipe, data)
         self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
         self.model = without_quantization(checkpoint.model).to(device).eval()

@@ -5,13 +5,14 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from lathe_base.config.settings.base import Settings
-from lathe_base.config.settings.placement import Placements
+from lathe_base.config.settings.placement import NodeResource, Placements
 from lathe_base.config.settings.types import (
     Amount,
     KubernetesLabel,
     KubernetesName,
     LabelValue,
     NonNegative,
+    Positive,
     Processes,
     ShardingStage,
     parse_bytes,
@@ -81,6 +82,9 @@ class LaunchSettings(Placements):
     shared_memory: Amount | None = None
     """Size limit of /dev/shm in each pod, in bytes, which counts as memory; null means 8Gi, or a
     quarter of `memory_per_node` if that is less."""
+    extra_resources: dict[NodeResource, Positive | Amount] = Field(default={})
+    """Further resources of each pod of a TrainJob, as request and limit: network devices for RDMA
+    such as `rdma/hca: 8` or `vpc.amazonaws.com/efa: 4`, and `hugepages-2Mi: 5Gi`."""
     queue: KubernetesLabel | None = None
     """Kueue LocalQueue of the TrainJob; null starts it immediately."""
     priority: KubernetesName | None = None
@@ -106,6 +110,14 @@ class LaunchSettings(Placements):
             raise ValueError(
                 f"shared_memory {self.shared_memory} counts as memory, but memory_per_node is only "
                 f"{self.memory_per_node}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_are_no_extra_resource(self) -> Self:
+        if self.gpu_resource in self.extra_resources:
+            raise ValueError(
+                f"extra_resources has {self.gpu_resource}, which gpus_per_node requests"
             )
         return self
 

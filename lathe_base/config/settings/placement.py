@@ -103,6 +103,14 @@ ExtendedResource = Annotated[
     _matches(r"[a-z0-9.-]{1,253}/[A-Za-z0-9_.-]{1,63}", "a resource, such as nvidia.com/gpu"),
     Field(json_schema_extra={"format": "resource, such as nvidia.com/gpu"}),
 ]
+NodeResource = Annotated[
+    str,
+    _matches(
+        r"hugepages-[0-9]+[MG]i|[a-z0-9.-]{1,253}/[A-Za-z0-9_.-]{1,63}",
+        "a resource, such as rdma/hca or hugepages-2Mi",
+    ),
+    Field(json_schema_extra={"format": "resource, such as rdma/hca"}),
+]
 
 
 class Toleration(Settings):

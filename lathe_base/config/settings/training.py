@@ -50,6 +50,11 @@ class MixPrecision(Settings):
     level: Literal["O1", "O2"] = "O1"
     """O1 casts operations where it is safe (autocast); O2 ("pure") computes everything in `dtype`,
     with float32 master weights. The Paddle engine always trains at O1."""
+    fp8: bool = False
+    """Whether to compute the matrix products of the blocks' linears in 8-bit floating point, with
+    one scale for each tensor; for `bfloat16`, on Hopper and newer GPUs, with `Engine.compile`.
+    Emulated on CPUs, which is slow. Not for tensor parallelism, LoRA and quantization-aware
+    training. Lathe's own."""
     scale_loss: Annotated[float, Field(gt=0, le=2.0**40)] = 32768.0
     """Loss scale for float16, or its initial value with dynamic scaling; ignored for other
     types."""
@@ -110,8 +115,8 @@ class EngineSettings(Settings):
     """Number of batches per validation, the same ones every time, of `global_batch_size` sequences
     each, regardless of the micro-batch size, as in Megatron-LM."""
     compile: bool = False
-    """Whether to compile the Transformer blocks with `torch.compile`; ignored by the Paddle
-    engine."""
+    """Whether to compile the Transformer blocks, the teacher's and the softmax of the loss with
+    `torch.compile`; ignored by the Paddle engine."""
     deterministic: bool = True
     """Whether to use only deterministic kernels on a GPU, so that a resumed run ends with the same
     bits as an uninterrupted one; the CPU and the Paddle engine ignore it."""
