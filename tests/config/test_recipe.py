@@ -242,6 +242,7 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
         ("Engine: 5\n", r"recipe.yaml:1: Engine: .*dictionary"),
         ("Model: {num_layers: '${Model.layers}'}\n", r"recipe.yaml:1: .*Model.layers"),
         ("Compress: {Quantization: {skip_tensor_map: {3: [qkv]}}}\n", r"skip_tensor_map: "),
+        ("Compress: {Quantization: {zero_points: true}}\n", "zero_points are for 4-bit weights"),
         ("Compress: {Quantization: {weight_bits: 2}}\n", r"weight_bits: .*4 or 8 \(found 2\)"),
         ("Compress: {Quantization: {group_size: 48}}\n", r"group_size: .*32, 64 or 128"),
         (
