@@ -202,6 +202,8 @@ def packed_megabytes(model: GPT, group_size: int = 0) -> float:
             total += stored.numel() * (1 / 2 + 2 / group_size if was_integer else 2)
         else:
             total += stored.values.numel() * stored.bits / 8 + 2 * stored.scales.numel()
+            if stored.zero_points is not None:
+                total += stored.zero_points.numel() * stored.bits / 8
     return total / 1e6
 
 
@@ -339,6 +341,7 @@ def main() -> None:
 
     weights = "activation_quantize_type=none", "weight_bits=4", "quantize_embedding=False"
     learned, nearest = ("learned_steps=60",), ("rounding=nearest", "smoothing=False")
+    zeros = ("zero_points=True",)
     groups = "blocks, INT4 in groups of"
     int4 = "weight_bits=4", "group_size=32"
     int8 = "activation_quantize_type=moving_average_abs_max"
@@ -349,7 +352,10 @@ def main() -> None:
         f"{groups} 32, learned": ours(*weights, "group_size=32", *learned),
         f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", rotates=True),
         f"{groups} 32, rotated, learned": ours(*weights, "group_size=32", *learned, rotates=True),
+        f"{groups} 32, zero points, to nearest": ours(*weights, *zeros, "group_size=32", *nearest),
+        f"{groups} 32, zero points, GPTQ": ours(*weights, *zeros, "group_size=32"),
         f"{groups} 64, GPTQ": ours(*weights, "group_size=64"),
+        f"{groups} 64, zero points, GPTQ": ours(*weights, *zeros, "group_size=64"),
         f"{groups} 128, GPTQ": ours(*weights, "group_size=128"),
         "blocks, llama.cpp Q4_0": theirs("Q4_0", False),
         "blocks, llama.cpp Q4_0, importance": theirs("Q4_0", True),

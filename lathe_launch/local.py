@@ -177,7 +177,7 @@ class _Nodes:
     def _raise_if_preempted(self) -> None:
         """Raise Preempted only if every node reports it: otherwise the saved state may be
         incomplete."""
-        said = [outcome.get("preempted") for outcome in self._outcomes()]
+        said: list[str] = [outcome.get("preempted", "") for outcome in self._outcomes()]
         if len(said) == self.shape.nodes and all(said):
             raise Preempted(said[0])
 

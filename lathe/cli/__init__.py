@@ -38,11 +38,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except UnicodeEncodeError as error:  # raised by a library written in Rust
-        told = UserError(
+        wrong = UserError(
             f"{printable(error.object)}: not UTF-8", "rename the file or folder", Code.BAD_PATH
         )
-        print(coded(told), file=sys.stderr)
-        sys.exit(told.status)
+        print(coded(wrong), file=sys.stderr)
+        sys.exit(wrong.status)
     except ModuleNotFoundError as error:
         missing = explain_missing_package(error)
         if missing is None:

@@ -171,7 +171,9 @@ def plan(
         size = known.memory
     else:
         raise UserError(
-            "the memory of the GPUs is not known", "give --memory 80GB, or --gpu " + ", ".join(GPUS)
+            "the memory of the GPUs is not known",
+            "give --memory 80GB, or --gpu " + ", ".join(GPUS),
+            Code.MISSING_OPTION,
         )
     if is_tried:
         _try(settings, gpus, size, output)

@@ -21,7 +21,7 @@ from lathe.compress.learned_rounding import in_float, learn_rounding, learnable
 from lathe.model.block import Block, Half
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import split, weight_scales
+from lathe.model.integer_weights import Grid, split, storable_scale, weight_grid, weight_scales
 from lathe.model.quantization import WeightFormat
 from lathe.train.chunks import CHUNK_ELEMENTS
 from lathe_base.progress import track
@@ -115,7 +115,8 @@ def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
     output channel (H: `hessian`).
 
     The largest entry of a group or channel is rounded to nearest, whatever its column should make
-    up for, so that the scale computed from the rounded weight is the one it was rounded with.
+    up for, so that the scale computed from the rounded weight is the one it was rounded with; with
+    zero points, so are the lowest and the highest entry.
 
     Returns:
         Whether errors are made up for: not if the Hessian is not positive definite, which leaves
@@ -135,28 +136,26 @@ def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
     for start in range(0, len(weight), n):  # output channels do not depend on each other
         rows = weight[start : start + n]
         if whole is not None:
-            scale = whole[start : start + n].expand_as(rows)
-            rows.copy_(_rounded_rows(rows, fmt, scale, order, factor))
+            grid = Grid(whole[start : start + n].expand_as(rows))
+            rows.copy_(_rounded_rows(rows, fmt, grid, order, factor))
             continue
-        scale = _group_scales(rows, fmt, products.diagonal())
+        grid = _group_grid(rows, fmt, products.diagonal())
         for _ in range(PASSES):
-            rounded = _rounded_rows(rows, fmt, scale, order, factor)
-            scale, integers = _fitted_scales(rows, rounded, scale, fmt, products)
-        rows.copy_(integers * scale)
+            rounded = _rounded_rows(rows, fmt, grid, order, factor)
+            scale, levels = _fitted_scales(rows, rounded, grid.scale, fmt, products)
+            grid = Grid(scale, grid.zero_point)
+        rows.copy_(levels * grid.scale)
     return is_positive
 
 
 def _rounded_rows(
-    weight: Tensor, fmt: WeightFormat, scale: Tensor, order: Tensor, factor: Tensor
+    weight: Tensor, fmt: WeightFormat, grid: Grid, order: Tensor, factor: Tensor
 ) -> Tensor:
-    """`round_columns` for some rows, given the scale (O, I) of every entry, the order of columns,
-    and the factor of the inverse Hessian in that order."""
-    low, high = fmt.range
-    absolute = split(weight.abs(), fmt.group_size or weight.shape[1])
-    largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
-    nearest = torch.round(weight / scale).clamp_(low, high)
-    if fmt.group_size:  # whatever its scale has been fitted to
-        nearest = torch.where(nearest < 0, low, nearest)
+    """`round_columns` for some rows, given the grid of every entry, both (O, I), the order of
+    columns, and the factor of the inverse Hessian in that order."""
+    scale, (low, high) = grid.scale, fmt.range
+    zero = torch.as_tensor(grid.zero_point).expand_as(weight)
+    pinned, nearest = _pinned(weight, fmt, scale)
     rest, rounded = weight[:, order], torch.empty_like(weight)
     # The columns that are not rounded yet make up for the error of each that is: at once within a
     # block, and beyond it in one product per block (the paper's lazy batch updates).
@@ -164,9 +163,9 @@ def _rounded_rows(
         block = slice(start, start + COLUMNS)
         errors = torch.zeros_like(rest[:, block])
         for i, column in enumerate(order[block].tolist(), start):
-            s = scale[:, column]
-            integers = torch.round(rest[:, i] / s).clamp_(low, high)
-            values = torch.where(largest[:, column], nearest[:, column], integers) * s
+            s, z = scale[:, column], zero[:, column]
+            integers = (torch.round(rest[:, i] / s) + z).clamp_(low, high)
+            values = (torch.where(pinned[:, column], nearest[:, column], integers) - z) * s
             # Equation 2; the rows of the Cholesky factor stand for the inverse Hessians of the
             # columns that are left (the paper's step 3).
             error = (rest[:, i] - values) / factor[i, i]
@@ -175,6 +174,23 @@ def _rounded_rows(
             rounded[:, column] = values
         rest[:, start + COLUMNS :] -= errors @ factor[block, start + COLUMNS :]
     return rounded
+
+
+def _pinned(weight: Tensor, fmt: WeightFormat, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Which entries (O, I) determine the scale and the zero point, and the integers they have."""
+    low, high = fmt.range
+    groups = split(weight, fmt.group_size or weight.shape[1])
+    if fmt.zero_points:
+        lowest, highest = groups.aminmax(dim=-1, keepdim=True)
+        is_lowest = (groups == lowest) & (lowest < 0)
+        pinned = is_lowest | ((groups == highest) & (highest > 0))
+        return _columns(pinned, weight), torch.where(_columns(is_lowest, weight), low, high)
+    absolute = groups.abs()
+    largest = _columns(absolute == absolute.amax(-1, keepdim=True), weight)
+    nearest = torch.round(weight / scale).clamp_(low, high)
+    if fmt.group_size:  # whatever its scale has been fitted to
+        nearest = torch.where(nearest < 0, low, nearest)
+    return largest, nearest
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor | None:
@@ -194,26 +210,31 @@ def _inverse_factor(hessian: Tensor) -> Tensor | None:
     return None
 
 
-def _group_scales(weight: Tensor, fmt: WeightFormat, importance: Tensor) -> Tensor:
-    """The scale (O, I) of every entry, that of its group: of `SCALES`, the one of least rounding
-    error, in which input i counts `importance[i]` times."""
+def _group_grid(weight: Tensor, fmt: WeightFormat, importance: Tensor) -> Grid:
+    """The grid of every entry, both (O, I), that of its group: with the scale, of `SCALES`, of
+    least rounding error, in which input i counts `importance[i]` times."""
     low, high = fmt.range
     groups, counts = split(weight, fmt.group_size), split(importance, fmt.group_size)
-    nearest = weight_scales(weight, fmt)
+    nearest, zero = weight_grid(weight, fmt)
     best, best_error = nearest, torch.full_like(nearest, torch.inf)
     for ratio in SCALES:
-        scale = (nearest * ratio).half().to(weight.dtype)
-        rounded = (groups / scale).round_().clamp_(low, high).mul_(scale)
+        if fmt.zero_points and ratio > 1:
+            continue  # the extremes would be rounded to other integers, from which it is computed
+        scale = storable_scale(nearest * ratio, fmt)
+        rounded = (groups / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale)
         error = ((rounded - groups).square_() * counts).sum(-1, keepdim=True)
         better = error < best_error
         best, best_error = torch.where(better, scale, best), torch.where(better, error, best_error)
-    return _columns(best.expand_as(groups), weight)
+    scales = _columns(best.expand_as(groups), weight)
+    zeros = _columns(zero.expand_as(groups), weight) if isinstance(zero, Tensor) else zero
+    return Grid(scales, zeros)
 
 
 def _fitted_scales(
     weight: Tensor, rounded: Tensor, scale: Tensor, fmt: WeightFormat, hessian: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The integers (O, I) of a rounded weight, and for these the scale (O, I) of least e H e^T.
+    """The integers (O, I) of a rounded weight, less their zero points, and for these the scale (O,
+    I) of least e H e^T.
 
     If q_g has the integers of group g, and zeros elsewhere, the scales s of a row w solve
     sum_h (q_g H q_h^T) s_h = q_g H w^T. A group whose integers are zero, or say too little about
@@ -231,7 +252,7 @@ def _fitted_scales(
     diagonal = products.diagonal(dim1=1, dim2=2)
     diagonal += torch.where(diagonal == 0, torch.ones_like(diagonal), RIDGE * diagonal)
     solution, _ = torch.linalg.solve_ex(products, targets)
-    solution = solution.half().to(weight.dtype)
+    solution = storable_scale(solution, fmt)
     is_near = (solution / present - 1).abs() < MAX_CHANGE  # not so if it is NaN
     fitted = torch.where(is_near, solution, present)
     return _columns(fitted[..., None].expand(-1, -1, size), weight), integers

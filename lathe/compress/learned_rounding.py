@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lathe.model.block import Block
 from lathe.model.fake_quant import FakeQuantLinear, QuantizedWeight
-from lathe.model.integer_weights import split, weight_scales
+from lathe.model.integer_weights import split, storable_scale, weight_grid
 
 TOKENS = 2048  # of a step
 TRAVEL = 1.2
@@ -83,20 +83,28 @@ class _Latent(QuantizedWeight):
     def __init__(self, linear: FakeQuantLinear, before: Tensor) -> None:
         super().__init__(linear.quantized.fmt)
         self.low, self.high = self.fmt.range
-        self.scale = weight_scales(linear.weight, self.fmt)
-        rounded = (split(linear.weight, self.fmt.group_size) / self.scale).round()
+        self.scale, self.zero = weight_grid(linear.weight, self.fmt)
+        groups = split(linear.weight, self.fmt.group_size)
+        rounded = (groups / self.scale).round() + self.zero
         # From one entry of every group, which keeps the lowest integer, the scale is computed
-        # again.
+        # again; with zero points, from the highest one too, unless the group ends at zero.
         self.pinned = torch.zeros_like(rounded, dtype=torch.bool)
         self.pinned.scatter_(-1, rounded.argmin(-1, keepdim=True), True)
+        if self.fmt.zero_points:
+            self.pinned &= groups < 0
+            highest = torch.zeros_like(self.pinned)
+            highest.scatter_(-1, rounded.argmax(-1, keepdim=True), True)
+            self.pinned |= highest & (groups > 0)
+        self.pins = rounded
         near = 0.5 - MARGIN
-        wanted = split(before, self.fmt.group_size) / self.scale
+        wanted = split(before, self.fmt.group_size) / self.scale + self.zero
         self.integers = nn.Parameter(wanted.clamp(rounded - near, rounded + near))
         self.change = nn.Parameter(torch.zeros_like(self.scale))
 
     def __call__(self, weight: Tensor) -> Tensor:
         rounded: Tensor = _Round.apply(self.integers)  # type: ignore[no-untyped-call]
-        values = torch.where(self.pinned, self.low, rounded) * (self.scale * (1 + self.change))
+        levels = torch.where(self.pinned, self.pins, rounded) - self.zero
+        values = levels * (self.scale * (1 + self.change))
         return values.flatten(-2)[:, : weight.shape[1]]
 
     @torch.no_grad()
@@ -106,8 +114,8 @@ class _Latent(QuantizedWeight):
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """Round the scales to float16, which is what files store."""
-        scale = (self.scale * (1 + self.change)).half().to(self.scale.dtype)
+        """Round the scales to those that files can store."""
+        scale = storable_scale(self.scale * (1 + self.change), self.fmt)
         self.scale, self.change = scale, nn.Parameter(torch.zeros_like(scale))
 
 

@@ -70,7 +70,8 @@ def make_plan(
             fmt = INT8_FORMATS[settings.activation_quantize_type][0]
         facts = FORMATS[fmt]
         if facts.bits and facts.is_grouped:
-            weight = WeightFormat.grouped(settings.group_size, facts.bits)
+            has_zeros = settings.zero_points and facts.bits == 4
+            weight = WeightFormat.grouped(settings.group_size, facts.bits, has_zeros)
         else:
             weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
         return LinearFormat(weight, None if in_float and fmt == "int4" else facts.activation)

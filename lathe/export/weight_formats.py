@@ -22,7 +22,7 @@ A linear whose weight has scales in groups (INT4, dynamic INT8) is one `MatMulNB
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,11 +138,11 @@ def embedding(g: Graph, ids: str) -> str:
         return g.op("Gather", g.weight(weight), ids)
     if not fmt.weight.group_size:
         return _look_up_rows(g, weight, fmt, ids)
-    packed, scale = _grouped(g, weight, fmt, g.weights[weight])  # the bytes of a tied head
+    packed, *grid = _grouped(g, weight, fmt, g.weights[weight])  # the bytes of a tied head
     rows = g.op("Reshape", packed, g.constant("rows", np.array([0, -1], np.int64)))
     node = helper.make_node(
         "GatherBlockQuantized",
-        [rows, ids, scale],
+        [rows, ids, *grid],
         [name],
         name=name,
         domain=MICROSOFT,
@@ -219,25 +219,33 @@ def _look_up_rows(g: Graph, weight: str, fmt: LinearFormat, ids: str) -> str:
     return g.op("Mul", rows, g.op("Unsqueeze", g.op("Gather", scale, ids), last))
 
 
-def _grouped(g: Graph, weight: str, fmt: LinearFormat, matrix: NDArray[Any]) -> tuple[str, str]:
-    """Names of the bytes (O, G, size * bits / 8) and scales (O, G) of a weight (O, I): unsigned
-    integers, offset by the lowest one; 4-bit ones packed two per byte, the first in the lower
-    half."""
-    scale = f"{weight}_scale"
+def _grouped(g: Graph, weight: str, fmt: LinearFormat, matrix: NDArray[Any]) -> list[str]:
+    """Names of the bytes (O, G, size * bits / 8) and scales (O, G) of a weight (O, I), and of its
+    zero points (O, G * bits / 8) if it has them: unsigned integers, offset by the lowest one; 4-bit
+    ones packed two per byte, the first in the lower half."""
+    names = [weight, f"{weight}_scale"] + ([f"{weight}_zero"] if fmt.weight.zero_points else [])
     if weight not in g.constants:
-        stored = integer_weight(torch.from_numpy(matrix), fmt)
+        stored, lowest = integer_weight(torch.from_numpy(matrix), fmt), fmt.weight.range[0]
         # Padding is the integer 0, whose offset the kernel subtracts again.
         integers = split(stored.values, fmt.weight.group_size)
-        unsigned = (integers.short() - fmt.weight.range[0]).to(torch.uint8)
+        unsigned = (integers.short() - lowest).to(torch.uint8)
         if stored.bits == 4:
-            unsigned = unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
-        g.constants[weight], g.constants[scale] = unsigned.numpy(), stored.scales.numpy()
-    return weight, scale
+            unsigned = nibbles(unsigned)
+        g.constants[weight], g.constants[names[1]] = unsigned.numpy(), stored.scales.numpy()
+        if stored.zero_points is not None:
+            zeros = (split(stored.zero_points, 2).flatten(1) - lowest).to(torch.uint8)
+            g.constants[names[2]] = nibbles(zeros).numpy()
+    return names
+
+
+def nibbles(values: Tensor) -> Tensor:
+    """Pack integers from 0 to 15 (..., n) into bytes (..., n / 2), the first in the lower half."""
+    return values[..., 0::2] | (values[..., 1::2] << 4)
 
 
 def _grouped_product(
     g: Graph,
-    inputs: tuple[str, str, str],
+    inputs: Sequence[str],
     bias: str,
     output: str,
     shape: tuple[int, ...],
@@ -246,12 +254,12 @@ def _grouped_product(
     """A linear with a weight of `shape` (out, in).
 
     Args:
-        inputs: names of x, of the bytes and of the scales.
+        inputs: names of x, of the bytes, of the scales and of the zero points, if there are any.
         bias: its name, or empty.
     """
     node = helper.make_node(
         GROUPED,
-        [*inputs, "", "", bias] if bias else inputs,
+        [*inputs, *[""] * (5 - len(inputs)), bias] if bias else inputs,
         [output],
         name=output,
         domain=MICROSOFT,
@@ -284,20 +292,23 @@ def kernel_rounding(x: Tensor, weight: Tensor, size: int) -> Tensor:
 
 
 def gguf_blocks(matrix: IntegerWeight) -> tuple[GGMLQuantizationType | None, NDArray[Any]]:
-    """Q4_0 or Q8_0 blocks (O, bytes): a float16 scale, then either 16 bytes with integer j in the
-    low and j + 16 in the high half, or 32 integers. Without a type, the dequantized float16 values
-    of a weight whose inputs do not fill the blocks."""
+    """Q4_0, Q4_1 or Q8_0 blocks (O, bytes): a float16 scale, in Q4_1 the lowest value, then either
+    16 bytes with integer j in the low and j + 16 in the high half, or 32 integers. Without a type,
+    the dequantized float16 values of a weight whose inputs do not fill the blocks."""
     rows, n_in = matrix.values.shape
     if n_in % GGUF_BLOCK:
         return None, matrix.floats.half().numpy()
-    scales = matrix.spread_scales(GGUF_BLOCK).half().numpy()[..., None].view(np.uint8)
-    values = matrix.values.reshape(rows, -1, GGUF_BLOCK)
+    grid, values = [matrix.scales], matrix.values.reshape(rows, -1, GGUF_BLOCK)
     kind = GGMLQuantizationType.Q8_0
     if matrix.bits == 4:
         kind = GGMLQuantizationType.Q4_0
         low, high = (values + 8).to(torch.uint8).view(rows, -1, 2, GGUF_BLOCK // 2).unbind(2)
         values = low | (high << 4)
-    blocks = np.concatenate([scales, values.numpy().view(np.uint8)], axis=-1)
+    if matrix.zero_points is not None:
+        kind = GGMLQuantizationType.Q4_1
+        grid.append((matrix.fmt.weight.range[0] - matrix.zero_points) * matrix.scales)
+    halves = [matrix.spread(x, GGUF_BLOCK).half().numpy()[..., None].view(np.uint8) for x in grid]
+    blocks = np.concatenate([*halves, values.numpy().view(np.uint8)], axis=-1)
     return kind, np.ascontiguousarray(blocks.reshape(rows, -1))
 
 
@@ -309,27 +320,32 @@ def compressed_tensors(matrix: IntegerWeight) -> dict[str, Tensor]:
     if matrix.fmt.activation == "int8":
         scale = torch.tensor([matrix.fmt.activation_scale])
         return {"weight": matrix.values, "weight_scale": scales, "input_scale": scale}
-    return {
+    tensors = {
         "weight_packed": packed_words(matrix.values, matrix.bits),
         "weight_scale": scales,
         "weight_shape": torch.tensor(matrix.values.shape),
     }
+    if matrix.zero_points is not None:  # packed along the outputs
+        words = packed_words(matrix.zero_points.T, matrix.bits)
+        tensors["weight_zero_point"] = words.T.contiguous()
+    return tensors
 
 
 def compressed_scheme(fmt: LinearFormat) -> dict[str, Any]:
     """The scheme of a format's linears in the `quantization_config` of compressed-tensors."""
 
-    def arguments(bits: int, strategy: str) -> dict[str, Any]:
+    def arguments(bits: int, strategy: str, is_symmetric: bool = True) -> dict[str, Any]:
         return {
             "num_bits": bits,
             "type": "int",
-            "symmetric": True,
+            "symmetric": is_symmetric,
             "strategy": strategy,
             "dynamic": False,
         }
 
     is_static, size = fmt.activation == "int8", fmt.weight.group_size
-    weights = arguments(fmt.weight.bits, STRATEGIES[fmt.weight.quantize_type])
+    strategy = STRATEGIES[fmt.weight.quantize_type]
+    weights = arguments(fmt.weight.bits, strategy, not fmt.weight.zero_points)
     return {
         "format": "int-quantized" if is_static else "pack-quantized",
         "weights": weights | ({"group_size": size} if size else {}),

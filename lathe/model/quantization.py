@@ -20,7 +20,7 @@ _Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The format of a weight: signed integers with zero point 0.
+    """The format of a weight: signed integers.
 
     Attributes:
         quantize_type: one scale for the whole weight, for each output channel, or for every
@@ -28,11 +28,14 @@ class WeightFormat:
         bits: 8 for the first two (checkpoints of an earlier version may have 4, stored in a byte
             each); 8 or 4, packed two per byte, for groups.
         group_size: 0 without groups.
+        zero_points: whether every group has a zero point, another integer, of 4 bits; it is 0
+            elsewhere.
     """
 
     quantize_type: WeightQuantizeType = "channel_wise_abs_max"
     bits: Bits = 8
     group_size: int = 0
+    zero_points: bool = False
 
     @property
     def levels(self) -> int:
@@ -45,10 +48,11 @@ class WeightFormat:
         return (-self.levels - 1 if self.group_size else -self.levels), self.levels
 
     @classmethod
-    def grouped(cls, group_size: int, bits: Bits) -> "WeightFormat":
+    def grouped(cls, group_size: int, bits: Bits, zero_points: bool = False) -> "WeightFormat":
         """Integers from -8 to 7, or from -128 to 127: a group's entry of largest magnitude is the
-        lowest integer times the group's scale, which is negative if that entry is positive."""
-        return cls("group_wise", bits, group_size)
+        lowest integer times the group's scale, which is negative if that entry is positive. With
+        zero points, its lowest entry is the lowest integer, and its highest the highest."""
+        return cls("group_wise", bits, group_size, zero_points)
 
     @classmethod
     def int4(cls, group_size: int) -> "WeightFormat":
@@ -80,7 +84,8 @@ class LinearFormat:
         scales = {
             "abs_max": "per tensor",
             "channel_wise_abs_max": "per channel",
-            "group_wise": f"per group of {self.weight.group_size}",
+            "group_wise": f"per group of {self.weight.group_size}"
+            + (" with zero points" if self.weight.zero_points else ""),
         }
         inputs = {
             None: "float inputs",
@@ -179,11 +184,14 @@ class _WeightJson(_PlanPart):
     quantize_type: WeightQuantizeType
     bits: Bits
     group_size: GroupSize | Literal[0] = 0
+    zero_points: bool = False
 
     @model_validator(mode="after")
     def _groups_have_a_size(self) -> "_WeightJson":
         if (self.quantize_type == "group_wise") != (self.group_size > 0):
             raise ValueError("group_wise and group_size go together")
+        if self.zero_points and not (self.group_size and self.bits == 4):
+            raise ValueError("only 4-bit groups have zero_points")
         return self
 
 
@@ -226,9 +234,7 @@ class PlanJson(_PlanPart):
         plain = QuantizationPlan.w8a8(self.activation_scales, common).linears
         others = {
             name: LinearFormat(
-                WeightFormat(x.weight.quantize_type, x.weight.bits, x.weight.group_size),
-                x.activation,
-                x.activation_scale,
+                WeightFormat(**x.weight.model_dump()), x.activation, x.activation_scale
             )
             for name, x in self.linears.items()
         }

@@ -23,7 +23,7 @@ from lathe.model.lora import LoraLinear
 from lathe.train.layout import Layout
 from lathe.train.loss import compute_dtypes
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError
+from lathe_base.errors import Code, UserError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -104,14 +104,23 @@ def require_float8(model: GPT, recipe: Recipe, layout: Layout, device: torch.dev
         raise UserError(
             f"{key} with Engine.mix_precision.dtype {recipe.Engine.mix_precision.dtype}",
             "set Engine.mix_precision.dtype=bfloat16, in which all else is computed",
+            Code.CONFLICTING_OPTIONS,
         )
     if layout.mp > 1:
-        raise UserError(f"{key} with Distributed.mp_degree {layout.mp}", "use sharding")
+        raise UserError(
+            f"{key} with Distributed.mp_degree {layout.mp}", "use sharding", Code.UNSUPPORTED
+        )
     for module in model.modules():
         if isinstance(module, FakeQuantLinear | LoraLinear):
             what = "LoRA" if isinstance(module, LoraLinear) else "quantization-aware training"
-            raise UserError(f"{key} cannot be combined with {what}", f"-o {key}=False")
+            raise UserError(
+                f"{key} cannot be combined with {what}",
+                f"-o {key}=False",
+                Code.CONFLICTING_OPTIONS,
+            )
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         raise UserError(
-            f"{key}: {torch.cuda.get_device_name(device)} has no fp8", f"-o {key}=False"
+            f"{key}: {torch.cuda.get_device_name(device)} has no fp8",
+            f"-o {key}=False",
+            Code.UNSUPPORTED,
         )

@@ -22,8 +22,8 @@ def bind_to_gpu(device: torch.device) -> None:
     `torchrun --numa-binding` does the same with the program numactl, which the image does not have.
     """
     properties = torch.cuda.get_device_properties(device)
-    numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-    address = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    names = "pci_domain_id", "pci_bus_id", "pci_device_id"  # which torch's stubs do not have
+    address = "{:04x}:{:02x}:{:02x}.0".format(*(getattr(properties, name) for name in names))
     try:
         node = int((SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
         listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()  # 0-3,8-11

@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     _PipelineSchedule,
 )
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lathe.train.batch import Batch
 from lathe.train.distill import Teacher
@@ -131,8 +132,9 @@ class PipelinePasses:
             device="meta",
             requires_grad=True,
         )
-        links = [
-            _Link(
+        links: list[_PipelineStageBase] = []
+        for stage in stages:
+            link = _Link(
                 stage,
                 stage.index,
                 stage.count,
@@ -141,10 +143,8 @@ class PipelinePasses:
                 output_args=(hidden,),
                 group=group,
             )
-            for stage in stages
-        ]
-        for link in links:
             link.half_weights = half_weights
+            links.append(link)
         self.train_schedule: _PipelineSchedule
         self.eval_schedule: _PipelineSchedule
         if len(links) > 1:

@@ -108,6 +108,7 @@ def make_plan(
         raise UserError(
             f"{gpu.device} has no {dtype}",
             "-o Engine.mix_precision.dtype=float16, or another --gpu",
+            Code.UNSUPPORTED,
         )
     config = model_config(recipe, recipe.Prepare.vocab_size)
     batch, budget = global_batch(recipe, gpus), USABLE * memory

@@ -17,7 +17,7 @@ from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout
 from lathe.train.memory import FLOAT
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import UserError, printable
+from lathe_base.errors import Code, UserError, printable
 
 
 class Gpu(NamedTuple):
@@ -70,6 +70,7 @@ def known_gpu(name: str | None) -> Gpu | None:
         raise UserError(
             f"--gpu {printable(name)}: unknown model",
             f"choose the nearest of {', '.join(GPUS)}, and give --memory",
+            Code.UNKNOWN_NAME,
         )
     if not torch.cuda.is_available():
         return None

@@ -115,11 +115,10 @@ def main(
         settings = load_recipe(recipe, override or []).Launch
         objects = [thing for thing in yaml.safe_load_all(sys.stdin) if thing]
     except (UserError, yaml.YAMLError) as error:
-        told = error
         if isinstance(error, yaml.YAMLError):
             hint = "give Kubernetes objects in YAML"
-            told = UserError(f"standard input: not YAML: {error}", hint, Code.MALFORMED)
-        print(coded(told), file=sys.stderr)
+            error = UserError(f"standard input: not YAML: {error}", hint, Code.MALFORMED)
+        print(coded(error), file=sys.stderr)
         raise SystemExit(UserError.status) from None
     place_manifests(objects, settings)
     yaml.safe_dump_all(objects, sys.stdout, sort_keys=False)

@@ -293,12 +293,16 @@ class Translator:
         """The weight (out, in) of a product or of a lookup, padded with zeros to whole groups."""
         attributes, packed = _attributes(node), self._array(node.input[1 - is_lookup(node)])
         bits, size = attributes["bits"], attributes["block_size"]
-        data = np.ascontiguousarray(packed ^ SIGNS[bits]).reshape(-1)
-        kind, n_out = Type.i4 if bits == 4 else Type.i8, len(packed)
-        n_groups = 8 * data.size // (bits * size * n_out)
-        # Copied: a shared tensor does not keep `data` alive.
-        tensor = Tensor(data.view(np.int8), Shape([n_out, n_groups, size]), kind)
-        values = ops.convert(op.Constant(tensor, shared_memory=False), "f32")
+        n_out, zeros = len(packed), self._zero_points(node)
+        n_groups = 8 * packed.size // (bits * size * n_out)
+        shape = [n_out, n_groups, size]
+        if zeros is None:
+            kind = Type.i4 if bits == 4 else Type.i8
+            values = _integers(packed ^ SIGNS[bits], shape, kind)
+        else:
+            flat = np.append(zeros.reshape(-1), np.zeros(zeros.size % 2, np.uint8))
+            offsets = _integers(flat[0::2] | (flat[1::2] << 4), [n_out, n_groups, 1], Type.u4)
+            values = ops.subtract(_integers(packed, shape, Type.u4), offsets)
         scale = self._array(node.input[2]).reshape(n_out, n_groups, 1)
         rows = np.array([n_out, n_groups * size])
         return ops.reshape(ops.multiply(values, scale), rows, False).output(0)
@@ -313,11 +317,28 @@ class Translator:
                 ops.bitwise_right_shift(unsigned, np.uint8(4)),
             )
             unsigned = ops.concat([ops.unsqueeze(half, np.int64(3)) for half in halves], 3)
-        integers = ops.subtract(ops.convert(unsigned, "f32"), np.float32(2 ** (bits - 1)))
-        scale = self._array(node.input[2]).reshape(len(table), -1, 1)
-        groups = ops.reshape(integers, np.array([0, 0, scale.shape[1], -1]), True)
+        scale, zeros = (
+            self._array(node.input[2]).reshape(len(table), -1, 1),
+            self._zero_points(node),
+        )
+        groups = ops.reshape(
+            ops.convert(unsigned, "f32"), np.array([0, 0, scale.shape[1], -1]), True
+        )
+        offsets = np.float32(2 ** (bits - 1))
+        if zeros is not None:
+            offsets = ops.convert(ops.gather(ops.constant(zeros[..., None]), ids, first), "f32")
         scales = ops.gather(ops.constant(scale), ids, first)
-        return ops.reshape(ops.multiply(groups, scales), np.array([0, 0, -1]), True).output(0)
+        values = ops.multiply(ops.subtract(groups, offsets), scales)
+        return ops.reshape(values, np.array([0, 0, -1]), True).output(0)
+
+    def _zero_points(self, node: onnx.NodeProto) -> Array | None:
+        """The zero points (O, G) of 4-bit groups, from 0 to 15, if they have any."""
+        if not node.input[3:] or not node.input[3]:
+            return None
+        packed = self._array(node.input[3])
+        both = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+        n_groups = self._array(node.input[2]).size // len(packed)
+        return both[:, :n_groups]
 
     def _if(self, node: onnx.NodeProto) -> Output:
         """Attention of the ordinary step."""
@@ -383,6 +404,14 @@ class _PagedTranslator(Translator):
         """Cosines or sines (N, 1, half) at the tokens' positions."""
         rows = ops.gather(ops.constant(self._array(name)), self.output("position_ids"), np.int64(0))
         return ops.reshape(rows, np.array([-1, 1, self._array(name).shape[1]]), False).output(0)
+
+
+def _integers(data: Array, shape: list[int], kind: Type) -> Output:
+    """Integers, packed if they have 4 bits, as float32."""
+    data = np.ascontiguousarray(data).reshape(-1).view(np.int8)
+    # Copied: a shared tensor does not keep `data` alive.
+    constant = op.Constant(Tensor(data, Shape(shape), kind), shared_memory=False)
+    return ops.convert(constant, "f32").output(0)
 
 
 def is_lookup(node: onnx.NodeProto) -> bool:

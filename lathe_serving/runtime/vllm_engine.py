@@ -79,6 +79,7 @@ def cpu_settings(model: Path) -> dict[str, Any]:
             "activations, on GPUs only",
             "serve it on a GPU, quantize to INT4 or to static INT8, or set "
             "Serving.runtime=onnxruntime",
+            Code.UNSUPPORTED,
         )
     # Its integer kernels take 16-bit inputs: others end the process at the first request.
     return {"dtype": "bfloat16" if groups else "float32", "enforce_eager": True}

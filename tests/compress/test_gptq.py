@@ -29,6 +29,7 @@ from lathe_base.config.recipe import load_recipe
 from tests.support.small_run import SMALL
 
 FORMATS = (WeightFormat.int4(32), WeightFormat.int4(64), INT8)
+WITH_ZEROS = WeightFormat.grouped(32, 4, zero_points=True)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -117,7 +118,7 @@ def test_it_is_brain_quantization(form: WeightFormat) -> None:
     np.testing.assert_allclose(rounded.numpy(), brain_quantization(weight, form, h), atol=2e-3)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMATS, WITH_ZEROS], ids=str)
 @pytest.mark.parametrize("width", [64, 300])
 def test_the_result_is_of_the_format_and_better_where_inputs_are_related(
     form: WeightFormat, width: int
@@ -129,7 +130,19 @@ def test_the_result_is_of_the_format_and_better_where_inputs_are_related(
     assert output_error(weight, rounded, x) < 0.7 * output_error(weight, nearest, x)
 
 
-@pytest.mark.parametrize("form", [*FORMATS, WeightFormat("abs_max")], ids=str)
+@pytest.mark.parametrize("mean", [0.0, 0.3, 4.0, -4.0])
+def test_zero_points_lower_the_error_of_the_output(mean: float) -> None:
+    weight, x = random(48, 256) + mean, inputs(1000, 256)
+    errors = []
+    for form in (WITH_ZEROS, WeightFormat.int4(32)):
+        rounded = weight.clone()
+        round_columns(rounded, form, input_hessian(x[None]))
+        assert torch.equal(fake_quantize_weight(rounded, form), rounded)
+        errors.append(output_error(weight, rounded, x))
+    assert errors[0] < (0.95 if mean < 1 else 0.5) * errors[1]
+
+
+@pytest.mark.parametrize("form", [*FORMATS, WITH_ZEROS, WeightFormat("abs_max")], ids=str)
 def test_a_large_table_is_rounded_in_parts(
     form: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

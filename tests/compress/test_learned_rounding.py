@@ -72,11 +72,12 @@ def test_it_is_closer_to_the_float_blocks_than_gptq_on_other_text() -> None:
     assert errors[1] < 0.85 * errors[0]
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("size", [32, 64])
-def test_rounding_again_changes_nothing(size: int) -> None:
+def test_rounding_again_changes_nothing(size: int, zero_points: bool) -> None:
     """Whatever integers and scales training ends with, they are found again in the weights."""
     torch.manual_seed(0)
-    fmt = WeightFormat.int4(size)
+    fmt = WeightFormat.grouped(size, 4, zero_points)
     linear = FakeQuantLinear(nn.Linear(96, 40), None, QuantizedWeight(fmt))
     before = linear.weight.detach().clone()
     before[3, :64] = 0

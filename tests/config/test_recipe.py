@@ -285,6 +285,11 @@ def test_precision_switches(tmp_path: Path, switches: str, dtype: str, is_pure: 
             r"skip_tensor_map: ",
         ),
         (
+            "Compress: {Quantization: {zero_points: true}}\n",
+            Code.INVALID_VALUE,
+            r"zero_points .* weight_bits",
+        ),
+        (
             "Compress: {Quantization: {weight_bits: 2}}\n",
             Code.INVALID_VALUE,
             r"weight_bits: .*4 or 8 \(found 2\)",

@@ -60,6 +60,7 @@ PLANS: dict[str, LinearFormat | None] = {
     "weights alone": LinearFormat(activation=None),
     "int4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
     "int4 in groups of 64": LinearFormat(WeightFormat.grouped(64, 4), "dynamic_int8"),
+    "int4 with zero points": LinearFormat(WeightFormat.grouped(32, 4, True), "dynamic_int8"),
 }
 KIND = {8: GGMLQuantizationType.Q8_0, 4: GGMLQuantizationType.Q4_0}
 
@@ -192,6 +193,8 @@ def test_transformers_reads_the_gguf_file_that_was_written(
     form = PLANS[plan]
     kinds = {t.name: t.tensor_type for t in GGUFReader(tmp_path / gguf.FILE).tensors}
     expected = KIND[form.weight.bits] if form else GGMLQuantizationType.F32
+    if form and form.weight.zero_points:
+        expected = GGMLQuantizationType.Q4_1
     assert kinds["token_embd.weight"] == kinds["blk.1.ffn_down.weight"] == expected
 
 
@@ -227,7 +230,10 @@ def test_a_round_trip_keeps_the_integers_and_the_tokenizer(
     ("case", "plan"),
     quick_only(
         each_once(IN_GGUF),
-        [("qwen3", "int4"), ("llama", "float"), ("llama", "static"), ("llama", "dynamic")],
+        [
+            *(("llama", plan) for plan in ("float", "static", "dynamic", "int4 with zero points")),
+            ("qwen3", "int4"),
+        ],
     ),
 )
 def test_transformers_computes_what_compressed_tensors_holds(

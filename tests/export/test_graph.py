@@ -88,12 +88,13 @@ def test_every_integer_linear_is_exact_integer_arithmetic(
         np.testing.assert_allclose(seen[result], expected, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("length", [1, 33])
 def test_every_int4_linear_multiplies_the_integers_of_its_groups(
-    tmp_path: Path, byte_tokenizer: Tokenizer, length: int
+    tmp_path: Path, byte_tokenizer: Tokenizer, length: int, zero_points: bool
 ) -> None:
     """Each linear, with its actual inputs in the model, against the file's integers in numpy."""
-    model = make_model(PRUNED, int8=True, group_size=32)
+    model = make_model(PRUNED, int8=True, group_size=32, zero_points=zero_points)
     exported = write_unproven(model, byte_tokenizer, tmp_path)
     graph = onnx.load(tmp_path / "model.onnx")
     stored = _initializers(graph)
@@ -111,7 +112,14 @@ def test_every_int4_linear_multiplies_the_integers_of_its_groups(
     for node in linears:
         packed, scale = (stored[name] for name in node.input[1:3])  # (N, groups, 16), (N, groups)
         bytes_ = packed.astype(np.int64)
-        weight = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(*scale.shape, 32) - 8
+        weight = np.stack([bytes_ & 15, bytes_ >> 4], -1).reshape(*scale.shape, 32)
+        zeros = np.full_like(scale, 8, np.int64)
+        if zero_points:
+            both = stored[node.input[3]].astype(np.int64)
+            zeros = np.stack([both & 15, both >> 4], -1).reshape(len(scale), -1)
+            zeros = zeros[:, : scale.shape[1]]
+            assert len(np.unique(zeros)) > 3
+        weight = weight - zeros[..., None]
         x = seen[node.input[0]]
         x = np.pad(x, [(0, 0), (0, 0), (0, -x.shape[-1] % 32)]).reshape(2, length, -1, 32)
         x_scale = np.abs(x).max(-1, keepdims=True) / np.float64(127)
@@ -121,7 +129,7 @@ def test_every_int4_linear_multiplies_the_integers_of_its_groups(
         expected += stored[node.input[5]] if len(node.input) > 5 else 0.0
         found = seen[node.output[0]]
         step = (
-            np.abs(scale).max() * 8 * x_scale.max()
+            np.abs(scale).max() * np.abs(weight).max() * x_scale.max()
         )  # effect of an input halfway between two integers
         close = np.isclose(found, expected, rtol=2e-6, atol=1e-5)
         assert close.mean() > 0.95 and np.abs(found - expected).max() < 2 * step, node.name
@@ -137,19 +145,24 @@ def test_mixed_plan_leaves_skipped_linears_float(tmp_path: Path, byte_tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("int8", "group_size", "dtype"),
-    [(False, 0, np.float32), (True, 0, np.int8), (True, 32, np.uint8)],
+    ("options", "dtype"),
+    [
+        ({}, np.float32),
+        ({"int8": True}, np.int8),
+        ({"int8": True, "group_size": 32}, np.uint8),
+        ({"int8": True, "group_size": 32, "zero_points": True}, np.uint8),
+    ],
 )
 def test_the_embedding_is_stored_once(
-    tmp_path: Path, byte_tokenizer: Tokenizer, int8: bool, group_size: int, dtype: type[Any]
+    tmp_path: Path, byte_tokenizer: Tokenizer, options: dict[str, Any], dtype: type[Any]
 ) -> None:
-    model = make_model(UNIFORM, int8, group_size=group_size)
+    model = make_model(UNIFORM, **options)
     write_unproven(model, byte_tokenizer, tmp_path)
     stored = _initializers(onnx.load(tmp_path / "model.onnx"))
     tables = [
         n for n, v in stored.items() if v.shape[:1] == (UNIFORM.vocab_size,) and v.dtype == dtype
     ]
-    assert tables == ["wte.weight"]
+    assert tables == ["wte.weight"] + ["wte.weight_zero"] * ("zero_points" in options)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -39,6 +39,46 @@ def test_a_weight_is_rounded_as_defined(
             np.testing.assert_array_equal(rounded[begin : begin + size], integers * scale)
 
 
+@given(
+    st.integers(1, 4),
+    st.integers(1, 200),
+    st.sampled_from([32, 64, 128]),
+    st.sampled_from([-3.0, -0.4, 0.0, 0.4, 3.0]),
+    st.integers(0, 99),
+)
+def test_zero_points_are_as_defined(
+    n_out: int, n_in: int, size: int, mean: float, seed: int
+) -> None:
+    weight, fmt = normal(n_out, n_in, seed=seed) + mean, WeightFormat.grouped(size, 4, True)
+    stored = integer_weight(weight, LinearFormat(fmt, None))
+    assert stored.zero_points is not None
+    assert torch.equal(stored.rows(torch.arange(n_out)).floats, stored.floats)
+    torch.testing.assert_close(fake_quantize_weight(weight, fmt), stored.floats, rtol=0, atol=0)
+    for row, integers, scales, zeros in zip(
+        weight.numpy(), stored.values.numpy(), stored.scales.numpy(), stored.zero_points.numpy(),
+        strict=True,
+    ):  # fmt: skip
+        for i, begin in enumerate(range(0, n_in, size)):
+            group, scale, zero = row[begin : begin + size], scales[i], int(zeros[i])
+            lowest, highest = min(group.min(), 0), max(group.max(), 0)
+            assert 0.98 * (highest - lowest) <= 15 * scale <= highest - lowest
+            assert abs(zero + 8 + lowest / scale) <= 0.5 + 1e-5
+            expected = np.clip(np.rint(group / scale) + zero, -8, 7)
+            np.testing.assert_array_equal(integers[begin : begin + size], expected)
+            # What llama.cpp's Q4_1 stores: the scale, and the lowest value.
+            for number in (scale, np.float32(-8 - zero) * scale):
+                assert np.float32(np.float16(number)) == number
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.5, 5.0, -5.0])
+def test_rounding_to_zero_points_again_changes_nothing(mean: float) -> None:
+    fmt, weight = WeightFormat.grouped(32, 4, True), normal(64, 256) + mean
+    once = fake_quantize_weight(weight, fmt)
+    assert torch.equal(fake_quantize_weight(once, fmt), once)
+    without = fake_quantize_weight(weight, INT4)
+    assert (once - weight).square().sum() < 0.9 * (without - weight).square().sum()
+
+
 def test_rounding_again_changes_nothing_and_all_integers_are_used() -> None:
     weight = normal(64, 256)
     formats: tuple[Bits, Bits] = (4, 8)
@@ -65,6 +105,8 @@ def test_a_group_of_zeros_stays_zero() -> None:
     weight = torch.zeros(2, 96)
     weight[0, 40] = 1.0
     assert torch.equal(fake_quantize_weight(weight, INT4), weight)
+    zeros = fake_quantize_weight(torch.zeros(2, 96), WeightFormat.grouped(32, 4, True))
+    assert torch.equal(zeros, torch.zeros(2, 96))
     assert torch.equal(round_activation(torch.zeros(3, 50), 32), torch.zeros(3, 50))
 
 

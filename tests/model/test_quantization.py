@@ -30,6 +30,7 @@ W8A8 = {
 WEIGHT_ALONE = asdict(LinearFormat(activation=None))
 INT4 = asdict(LinearFormat(WeightFormat.int4(64), "dynamic_int8"))
 GROUPS = INT4["weight"]
+EIGHT_BITS = GROUPS | {"bits": 8, "zero_points": True}
 
 
 def read(plan: dict[str, Any]) -> QuantizationPlan:
@@ -80,6 +81,9 @@ def test_groups(bits: Bits, activation: ActivationFormat | None) -> None:
     assert plan.activation_scales == {} and plan.quantize_embedding and plan.weight_bits == bits
     assert plan.integer_linears == (list(plan.linears) if activation else [])
     assert read(plan.to_json()) == plan
+    with_zeros = replace(grouped, weight=WeightFormat.grouped(64, 4, zero_points=True))
+    plan.linears["h.0.mlp.c_fc"] = with_zeros
+    assert read(plan.to_json()) == plan
     mixed = QuantizationPlan(plan.linears | QuantizationPlan.w8a8(SCALES).linears)
     mixed.linears["h.1.attn.c_proj"] = grouped
     assert read(mixed.to_json()) == mixed
@@ -98,6 +102,7 @@ def test_groups(bits: Bits, activation: ActivationFormat | None) -> None:
         ({"linears": {"h.0.mlp.c_fc": WEIGHT_ALONE | {"activation": "dynamic_int8"}}}, "together"),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 48}}}}, "size"),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 0}}}}, "together"),
+        ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": EIGHT_BITS}}}, "only 4-bit groups"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(change: dict[str, Any], text: str) -> None:

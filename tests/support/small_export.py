@@ -43,13 +43,14 @@ def make_model(
     group_size: int = 0,
     wide: tuple[str, ...] = (),
     bits: Bits = 4,
+    zero_points: bool = False,
 ) -> GPT:
     """Make a model with random weights and biases, quantized if `int8`.
 
     Args:
         int8: quantize all linears but `skip`, calibrated on random tokens.
         weight_only: leave activations in float.
-        group_size: quantize weights per group of this size to `bits` bits.
+        group_size: quantize weights per group of this size to `bits` bits, with `zero_points`.
         wide: linears that stay INT8 with static scales despite `group_size`.
     """
     model = GPT(config)
@@ -64,7 +65,8 @@ def make_model(
         names = [n for n in linears if n not in skip]
         forms = {name: LinearFormat() for name in names}
         if group_size:
-            grouped = LinearFormat(WeightFormat.grouped(group_size, bits), "dynamic_int8")
+            weight = WeightFormat.grouped(group_size, bits, zero_points)
+            grouped = LinearFormat(weight, "dynamic_int8")
             forms |= {name: grouped for name in names if name not in wide}
         if weight_only:
             forms = {name: replace(form, activation=None) for name, form in forms.items()}

@@ -1,11 +1,11 @@
 """GGUF, which llama.cpp, Ollama and LM Studio read.
 
-A quantized linear keeps its integers: 4 bits become Q4_0 and 8 bits Q8_0, whose blocks of 32 inputs
-have a scale in float16. Scales of Lathe's groups of 64 and 128, and of whole rows, are repeated.
-The format cannot store static activation scales: llama.cpp quantizes every block of 32 inputs with
-its own scale at run time. A layer whose inputs are not a multiple of 32 is dequantized to float16.
-Models whose layers differ in width use llama.cpp's architecture `deci`, which is Llama with
-per-layer numbers of heads and channels.
+A quantized linear keeps its integers: 4 bits become Q4_0, or Q4_1 with zero points, and 8 bits
+Q8_0, whose blocks of 32 inputs have a scale in float16. Scales of Lathe's groups of 64 and 128, and
+of whole rows, are repeated. The format cannot store static activation scales: llama.cpp quantizes
+every block of 32 inputs with its own scale at run time. A layer whose inputs are not a multiple of
+32 is dequantized to float16. Models whose layers differ in width use llama.cpp's architecture
+`deci`, which is Llama with per-layer numbers of heads and channels.
 
 Source of the blocks' layout: `ggml/src/ggml-common.h` of llama.cpp.
 """
@@ -73,6 +73,7 @@ FILE_TYPES = {
     GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
     GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
     GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
+    GGMLQuantizationType.Q4_1: LlamaFileType.MOSTLY_Q4_1,
 }
 HINT = "remove gguf from Export.formats"
 

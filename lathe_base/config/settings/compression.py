@@ -127,6 +127,9 @@ class QuantizationSettings(Settings):
     group_size: GroupSize = 64
     """Number of inputs that share a scale in INT4 weights and dynamic INT8; smaller groups are
     more precise and make larger files."""
+    zero_points: bool = False
+    """Whether every group of a 4-bit weight also has a zero point: the group has 4 bits more, and
+    less error."""
     rounding: Literal["auto", "nearest", "gptq"] = "auto"
     """Initial rounding of weights: to nearest, or with GPTQ, which rounds one column after another
     so that later columns compensate for the errors of earlier ones. `auto` uses GPTQ for 4-bit
@@ -185,6 +188,12 @@ class QuantizationSettings(Settings):
                 f"prefix {self.prefix} requires static scales: set activation_quantize_type to "
                 "moving_average_abs_max and weight_bits to 8, or prefix to none"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _zero_points_are_of_4_bits(self) -> "QuantizationSettings":
+        if self.zero_points and not self.has_int4:
+            raise ValueError("zero_points are for 4-bit weights: set weight_bits to 4")
         return self
 
     def uses_gptq(self, max_steps: int | None) -> bool:

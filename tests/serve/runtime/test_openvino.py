@@ -50,6 +50,7 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "int4, padded, pruned": (PRUNED, {"int8": True, "group_size": 32}),
     "int4 and int8": (UNIFORM, {"int8": True, "group_size": 32, "wide": LINEARS}),
     "int4 weights alone": (UNIFORM, {"int8": True, "group_size": 32, "weight_only": True}),
+    "int4, zero points": (PRUNED, {"int8": True, "group_size": 32, "zero_points": True}),
 }
 STATIC_INT8 = ("int8", "int8, pruned", "int8, some in float")
 """Shapes whose 8-bit products overflow in OpenVINO on CPUs without VNNI."""
@@ -69,7 +70,10 @@ def test_float_logits_are_onnxruntimes(
     assert other.greedy(PROMPTS, 8, False) == own.greedy(PROMPTS, 8, False)
 
 
-@pytest.mark.parametrize("case", quick_only(SHAPES, ["int8, pruned", "int4", "int8 weights alone"]))
+QUICK_SHAPES = ["int8, pruned", "int4", "int8 weights alone", "int4, zero points"]
+
+
+@pytest.mark.parametrize("case", quick_only(SHAPES, QUICK_SHAPES))
 def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
