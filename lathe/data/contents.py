@@ -34,5 +34,5 @@ def require_unchanged(contents: Contents) -> None:
     for source, seen in contents.items():
         if not seen.startswith(UNKNOWN) and content(source) != seen:
             raise StageError(
-                f"{source}: it has changed since this run began; start another run", Code.MISMATCH
+                f"{source}: it has changed since this run began; start another run", Code.CHANGED
             )

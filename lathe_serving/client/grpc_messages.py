@@ -129,7 +129,8 @@ def refusal(message: str) -> Exception:
     if not hint:
         return StageError(message, Code.SERVER_ERROR)
     # A server of another version may send none, or one that is unknown here.
-    return UserError(what, hint, Code(code) if code in set(Code) else Code.INVALID_REQUEST)
+    known = {one.value: one for one in Code}
+    return UserError(what, hint, known.get(code, Code.INVALID_REQUEST))
 
 
 def _numbers(raw: dict[str, bytes], name: str, kind: type[Any] = np.int64) -> list[Any]:

@@ -169,7 +169,7 @@ def test_it_replaces_a_blend_and_nothing_else(make: Make, tmp_path: Path) -> Non
     blend(parts, tmp_path / "blend")
     made = blend([parts[0], (make("more", 9), 2.0)], tmp_path / "blend")
     assert sorted(p.name for p in made.folder.iterdir() if p.is_dir()) == ["1-novels", "2-more"]
-    with raises(Code.EXISTS, tmp_path, parts[0][0]):
+    with raises(Code.CONFLICTING_OPTIONS, tmp_path, parts[0][0]):
         blend(parts, tmp_path)
 
 
@@ -196,7 +196,7 @@ class TestRefusals:
             blend([(novels, 1.0), (tmp_path / "nowhere", 1.0)], output)
         with raises(Code.DUPLICATE, "novels"):
             blend([(novels, 1.0), (code / ".." / "novels", 2.0)], output)
-        with raises(Code.EXISTS, novels):
+        with raises(Code.CONFLICTING_OPTIONS, novels):
             blend([(novels, 1.0), (code, 1.0)], novels)
         assert not output.exists()
         blend([(novels, 1.0), (code, 1.0)], output)

@@ -238,7 +238,7 @@ def test_names_of_special_tokens_in_a_document_are_text_by_default(
 
 
 def test_does_not_replace_a_folder_of_something_else(tmp_path: Path, corpus: str) -> None:
-    with raises(Code.EXISTS, tmp_path, corpus):
+    with raises(Code.CONFLICTING_OPTIONS, tmp_path, corpus):
         prepare(recipe(), tmp_path, corpus)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")

@@ -69,5 +69,5 @@ def test_a_corpus_that_changes_during_a_run_is_reported(corpora: Path) -> None:
     found = look_up([load_recipe("tiny", [])], str(corpora))
     require_unchanged(found.text)
     (corpora / "a.txt").write_text("ona")
-    with raises(Code.MISMATCH, corpora, kind=StageError):
+    with raises(Code.CHANGED, corpora, kind=StageError):
         require_unchanged(found.text)

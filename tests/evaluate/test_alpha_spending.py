@@ -43,7 +43,7 @@ def test_another_file_is_not_taken_for_a_history(tmp_path: Path) -> None:
 
 
 def test_two_processes_do_not_count_at_once(tmp_path: Path) -> None:
-    with locked(tmp_path), raises(Code.IN_USE, tmp_path / "looks.json"):
+    with locked(tmp_path), raises(Code.IN_USE, tmp_path):
         spend(tmp_path / "looks.json", "live", "a")
     assert spend(tmp_path / "looks.json", "live", "a") == 1
 

@@ -111,7 +111,7 @@ BAD: list[tuple[str, Any, Code, tuple[str, ...]]] = [
     ("exact_match", HEAD | {"answer": " "}, Code.MALFORMED, ("answer ' '",)),
     ("exact_match", HEAD | {"answer": True}, Code.MALFORMED, ("answer True",)),
     ("exact_match", {"messages": [], "answer": 1}, Code.MALFORMED, ("messages is",)),
-    ("exact_match", {"messages": [{"role": "x"}], "answer": 1}, Code.MALFORMED, ("message 1 is",)),
+    ("exact_match", {"messages": [{"role": "x"}], "answer": 1}, Code.INCOMPLETE, ("message 1 is",)),
     (
         "exact_match",
         {"messages": [{"role": "x", "content": "a"}], "answer": 1},
@@ -307,7 +307,7 @@ def test_messages_are_rendered_by_the_models_template(
     assert (chat.text, plain.text) == ("user: the keeper", "the keeper")
     same, other = ExactMatch().read(path, reader(tmp_path, tokenizer, chat=True))
     assert same.request == other.request == chat.request
-    with raises(Code.INCOMPLETE, model_folder):
+    with raises(Code.NOT_FOUND, model_folder):
         ExactMatch().read(path, reader(model_folder, tokenizer))
     long = [{"role": "user", "content": "a b " * 40}]
     path = write(tmp_path / "long.jsonl", [messages, {"messages": long, "answer": "no"}])

@@ -75,7 +75,7 @@ def test_the_first_the_same_and_a_worse_one(
     train_tokenizer(["other words are in it"] * 9, vocab_size=300).save(
         str(data / "tokenizer.json")
     )
-    with raises(Code.MISMATCH, "production", f"{address}gpt/1/tokenizer.json"):
+    with raises(Code.WRONG_TOKENIZER, "production", f"{address}gpt/1/tokenizer.json"):
         challenge(recipe, scores, verdict, data)
 
     write_text(f"{address}gpt/1/config.json", "{}")

@@ -246,7 +246,7 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path, tokenizer: Tokenize
     with raises(Code.NOT_FOUND, tmp_path / "absent"):
         read_text(tmp_path / "absent", tokenizer)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
-    with raises(Code.MALFORMED, tmp_path / "binary"):
+    with raises(Code.WRONG_KIND, tmp_path / "binary"):
         read_text(tmp_path / "binary", tokenizer)
 
 

@@ -172,7 +172,7 @@ def test_a_chat_template_that_renders_no_chat_is_refused_before_the_export(
 ) -> None:
     source = save_family("llama", tmp_path, byte_tokenizer)
     (source / "chat_template.jinja").write_text("{{ raise_exception('ask a tool') }}")
-    with raises(Code.INVALID_VALUE, f"{source}: ", "ask a tool", "chat_template.jinja"):
+    with raises(Code.MALFORMED, f"{source}: ", "ask a tool", "chat_template.jinja"):
         export(Recipe(Export=SETTINGS), source, write_held_out(tmp_path / "d"), tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 

@@ -450,7 +450,7 @@ def test_a_greedy_model_is_greedy_in_llama_cpp(checkpoint: Make, tmp_path: Path)
 def test_an_invalid_sampling_parameter_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = save(make("llama"), tmp_path / "plain", tokenizer)
     (folder / "generation_config.json").write_text('{"top_p": 1.5}')
-    with raises(Code.INVALID_VALUE, folder / "generation_config.json", "top_p"):
+    with raises(Code.MALFORMED, folder / "generation_config.json", "top_p"):
         load_checkpoint(folder)
 
 

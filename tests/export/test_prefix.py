@@ -93,7 +93,7 @@ def test_a_prefix_stays_float_and_survives_a_checkpoint(
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert written["model_type"].startswith("lathe-")
     written["lathe"]["prefix_tokens"] = [model.config.vocab_size]
-    with raises(Code.INVALID_VALUE, "prefix_tokens"):
+    with raises(Code.MALFORMED, "prefix_tokens"):
         GPTConfig.from_json(written)
 
 

@@ -397,5 +397,5 @@ def test_a_chat_template_that_renders_nothing_is_refused(
     found = checkpoint(byte_level())
     broken = found.model.config.with_chat_template("{{ raise_exception('no') }}")
     monkeypatch.setattr(found.model, "config", broken)
-    with raises(Code.INVALID_VALUE, "no"):
+    with raises(Code.MALFORMED, "no"):
         require_tokens(Deaf(found.tokenizer, ""), found, [], tmp_path)

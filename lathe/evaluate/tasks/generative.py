@@ -239,9 +239,7 @@ def _chat_ids(reader: Reader, messages: Any, tools: Any, where: str) -> list[int
     try:
         return reader.chat.ids(messages, tools)
     except PromptError as error:
-        raise UserError(
-            f"{where}: {error}", "correct or remove the line", Code.INVALID_VALUE
-        ) from None
+        raise UserError(f"{where}: {error}", "correct or remove the line", Code.MALFORMED) from None
     except TooManyTokens:
         raise UserError(
             f"{where}: the conversation exceeds the model's context of {reader.n_positions} tokens",

@@ -54,7 +54,7 @@ class Reader:
             raise UserError(
                 f"{self.folder}: no chat template, which messages need",
                 "put the model's chat_template.jinja there, or evaluate on rows with a prompt",
-                Code.INCOMPLETE,
+                Code.NOT_FOUND,
             )
         try:
             return ChatTokenizer(ChatTemplate(source), self.tokenizer, self.n_positions)

@@ -46,7 +46,7 @@ def test_a_file_in_a_checkpoint_and_a_folder_that_is_none_are_refused(
             Code.CONFLICTING_OPTIONS,
             f"{model}/config.json",
         ),
-        (["card", str(tmp_path), "--output", "README.md"], Code.WRONG_KIND, "config.json"),
+        (["card", str(tmp_path), "--output", "README.md"], Code.NOT_FOUND, "config.json"),
         (["bom", model, "--output", "b.json"], Code.EXISTS, "b.json"),
         (["sbom", "nowhere.lock"], Code.NOT_FOUND, "nowhere.lock"),
     ):
