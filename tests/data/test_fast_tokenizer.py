@@ -93,5 +93,5 @@ def test_other_ids_are_found_before_they_are_written(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fast_tokenizer, "_encode", wrong)
     assert Encoder(SMALL, False)._fast is None
-    with raises(Code.MISMATCH, "a text", "Prepare.fast_tokenizer=false", kind=StageError):
+    with raises(Code.MISMATCH, "Prepare.fast_tokenizer=false", kind=StageError):
         encode(["a text", "another"])

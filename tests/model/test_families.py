@@ -313,7 +313,7 @@ REFUSED = {
     "layer types": (
         "qwen3",
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        Code.UNSUPPORTED,
+        Code.MISMATCH,
         "layer_types has 'sliding_attention'",
     ),
     "images": (

@@ -1,7 +1,5 @@
 """A server that accepts connections and never answers, and refusals in the server's own words."""
 
-from lathe_base.errors import Code
-from tests.support.errors import raises
 import socket
 import threading
 import time
@@ -13,13 +11,14 @@ import yaml
 from kfp_server_api import ApiException
 from kubernetes import client as kubernetes
 
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster import access, api, nodes
 from lathe_launch.cluster.api import Cluster
 from pipelines.cluster import kube_context, registry, server
 from pipelines.cluster.pods import open_pods
 from pipelines.cluster.server import TokenFile, answers, connect
 from tests.support import silent
+from tests.support.errors import raises
 
 LIMIT = 0.2
 
@@ -113,7 +112,7 @@ PROXY = (
 def test_a_refusal_keeps_the_servers_words(monkeypatch, endpoint, status, body, said, cure) -> None:
     monkeypatch.setenv("LATHE_KFP_ENDPOINT", endpoint)
     monkeypatch.delenv("KFP_ENDPOINT", raising=False)
-    with raises(Code.UNAUTHORIZED, if status == 401 else Code.FORBIDDEN) as raised, answers():
+    with raises(Code.UNAUTHORIZED if status == 401 else Code.FORBIDDEN) as raised, answers():
         raise refusal(status, body)
     assert said in raised.value.what and f"({status})" in raised.value.what
     assert cure in raised.value.hint and "<html>" not in str(raised.value)
