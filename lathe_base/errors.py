@@ -49,7 +49,7 @@ class Code(StrEnum):
     UNKNOWN_KEY = "unknown-key", "A setting, field or flag that does not exist."
     UNKNOWN_NAME = "unknown-name", "A name that is not one of the choices: a recipe, a criterion."
     INVALID_VALUE = "invalid-value", "A value of the wrong type, or outside its range."
-    CIRCULAR = "circular", "Settings or files refer to each other in a circle."
+    CIRCULAR = "circular", "Settings or files refer back to themselves."
     AMBIGUOUS = "ambiguous", "A name, a folder or a file has several matches, and one is needed."
     CONFLICTING_OPTIONS = "conflicting-options", "Options or settings that exclude each other."
     MISSING_OPTION = "missing-option", "An option, setting or variable is required here."

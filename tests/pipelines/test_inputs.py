@@ -83,7 +83,7 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         ("full", {"corpus": "a\udcff"}, "bad-path.* corpus "),
         ("full", {"tokenizer": "nowhere"}, "not-found.* tokenizer: .*nowhere"),
         ("full", {"tokenizer": "file"}, "(malformed|wrong-kind).* tokenizer file: "),
-        ("full", {"production": "releases"}, "bad-path.* .*releases: "),
+        ("full", {"production": "releases"}, "invalid-value.*Production.releases is releases"),
         ("full", {"recipe": "nowhere"}, "not-found.*nowhere"),
         (
             "full",
@@ -93,12 +93,12 @@ def problems(name: str, arguments: dict, folder: str = "run/one") -> list[UserEr
         (
             "compress",
             {"model": "nowhere", "target": "speed=2"},
-            "(invalid-value|malformed).* --target speed=2: ",
+            "invalid-value.* --target speed=2: ",
         ),
         (
             "compress",
             {"model": "nowhere", "budget": "5"},
-            "(invalid-value|malformed).* --budget 5: ",
+            "invalid-value.* --budget 5: ",
         ),
         (
             "full",
