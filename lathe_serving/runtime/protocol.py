@@ -58,7 +58,7 @@ class Chunk:
 
 
 def error_message(error: Exception) -> str:
-    """What a response has for an error: its message and its code."""
+    """The text of an error in a response: its message and, of a UserError, its code."""
     return f"{error}{CODE}{error.code}" if isinstance(error, UserError) else str(error)
 
 

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from lathe.evaluate.open_model import served_scorer
-from lathe_base.errors import Code, UserError
+from lathe_base.errors import Code, UserError, without_secrets
 from lathe_serving import reach
 from lathe_serving.client import (
     Client,
@@ -71,14 +71,14 @@ BASES = ["http://localhost:9000/v1", "http://x/v1/", "https://[::1]:9000/openai/
 @pytest.mark.parametrize("url", NO_BASE)
 def test_invalid_base_url_is_reported(url: str) -> None:
     for made in (Client, AsyncClient):
-        with raises(Code.INVALID_VALUE, repr(url)):
+        with raises(Code.INVALID_VALUE, without_secrets(repr(url))):
             made(url, "gpt")
 
 
 @pytest.mark.parametrize("url", NONSENSE)
 def test_invalid_address_is_reported(url: str) -> None:
     for made in (Client, AsyncClient):
-        with raises(Code.INVALID_VALUE, repr(url)):
+        with raises(Code.INVALID_VALUE, without_secrets(repr(url))):
             made(url, "gpt")
 
 
