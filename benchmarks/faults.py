@@ -165,8 +165,8 @@ FAULTS = {
     ),
     "model": Fault(
         "lathe/model/integer_weights.py",
-        "scale = (extreme / fmt.range[0])",
-        "scale = (extreme / fmt.range[1])",
+        "scale = storable_scale(extreme / fmt.range[0], fmt)",
+        "scale = storable_scale(extreme / fmt.range[1], fmt)",
         "INT4 weights do not use their lowest level",
         "model/test_groups.py",
     ),

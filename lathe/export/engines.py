@@ -239,6 +239,13 @@ class Transformers(Engine):
         module = import_module("transformers")
         import_module("compressed_tensors")
         export_folder = folder / compressed_tensors.FOLDER
+        if compressed_tensors.has_zero_points(export_folder):
+            raise UserError(
+                f"{export_folder}: has zero points of packed weights, which transformers "
+                f"{module.__version__} cannot load",
+                "prove it in vllm, or quantize with Compress.Quantization.zero_points=False",
+                Code.UNSUPPORTED,
+            )
         load = module.AutoModelForCausalLM.from_pretrained
         with redirect_stderr(StringIO()):  # five progress bars, which logs would get too
             self.model = load(export_folder, dtype=torch.float32, local_files_only=True).eval()

@@ -259,9 +259,8 @@ def _read_prefix(model: ExportedModel) -> KeyValues:
     try:
         prefix: KeyValues = np.load(path)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read: {error}", "export again", Code.MALFORMED
-        ) from None
+        code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.MALFORMED
+        raise UserError(f"{path}: cannot be read: {error}", "export again", code) from None
     wanted = (2 * sum(model.n_kv_head), model.n_prefix, model.head_dim)
     if prefix.shape != wanted:
         raise UserError(

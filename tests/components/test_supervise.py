@@ -14,7 +14,7 @@ import os, signal, sys, time
 {imports}
 from pathlib import Path
 from components.stage import stage
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.shape import WorkerFailed
 
 def attempt():
@@ -31,8 +31,8 @@ print("outputs written")
 KILLED_TWICE = "if n < 3: os.kill(os.getpid(), signal.SIGKILL)"
 ALWAYS = "os.kill(os.getpid(), signal.SIGSEGV)"
 RANK = "if n == 1: raise WorkerFailed(1, -9, 'step 7')"
-MISTAKE = "raise UserError('corpus.txt: empty', 'give text')"
-FAILED = "raise StageError('the store does not answer')"
+MISTAKE = "raise UserError('corpus.txt: empty', 'give text', Code.TOO_LITTLE_DATA)"
+FAILED = "raise StageError('the store does not answer', Code.UNREACHABLE)"
 WAITS = "time.sleep(60)"
 COMPUTES = "a = torch.randn(800, 800); (a @ a).sum().item()"
 SHOWS = "print(os.getppid(), sys.stdin.read(), sorted(os.environ), flush=True)\n    " + KILLED_TWICE
@@ -113,6 +113,7 @@ def test_every_attempt_has_the_same_environment_and_the_input(tmp_path: Path) ->
     assert others == [first.replace("given", "")] * 2  # the first run has read stdin
 
 
+@pytest.mark.slow
 def test_the_supervisor_is_small_and_a_step_does_not_outlive_it(tmp_path: Path) -> None:
     step = start(tmp_path, "print(os.getpid(), flush=True); " + WAITS, imports="import torch")
     assert step.stdout

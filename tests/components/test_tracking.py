@@ -168,6 +168,7 @@ def test_a_file_that_cannot_be_kept_costs_that_file_only(store, tmp_path, monkey
     assert tracked(store)["report"].info.status == "FINISHED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["no server", "not installed"])
 def test_an_unreachable_server_fails_nothing_and_is_contacted_once(
     store, tmp_path, monkeypatch, capsys, harm

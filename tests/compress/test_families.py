@@ -254,6 +254,7 @@ def test_heads_without_groups_have_no_query_heads_to_lose(
         prune(recipe, small_dense, small_data, tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_prune_with_a_teacher_then_quantize(dense: Path, small_data: Path, tmp_path: Path) -> None:
     changes = (
         "Compress.Prune.ratio=0.25",

@@ -288,6 +288,7 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
         hidden = [block(x) for x in hidden]
 
 
+@pytest.mark.slow
 def test_post_training_quantization_as_a_stage(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def block_errors(model: GPT, original: GPT) -> list[float]:
     return errors
 
 
+@pytest.mark.slow
 def test_it_is_closer_to_the_float_blocks_than_gptq_on_other_text() -> None:
     original, errors = quantized(LLAMA), []
     for steps in (0, 60):

@@ -264,6 +264,7 @@ def test_quantize_leaves_in_float_what_was_chosen(
     assert len(plan.activation_scales) == 9 - len(result.skip) < 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ptq", pytest.param("fisher", marks=pytest.mark.slow)])
 def test_int4_int8_and_float_beside_each_other(
     mode: str, loud: Path, small_data: Path, tmp_path: Path

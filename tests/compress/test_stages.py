@@ -26,6 +26,7 @@ WEIGHTS_ALONE = "Compress.Quantization.activation_quantize_type=none"
 QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
 
 
+@pytest.mark.slow
 def test_prune_then_finetune_with_recompute(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:

@@ -192,7 +192,7 @@ TEMPLATE = {
 )
 def test_an_unusable_tokenizer_file(tmp_path: Path, text: str, code: Code, says: str) -> None:
     (tmp_path / "tokenizer.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    with raises(code, "tokenizer.json", says) as raised:
+    with raises(code, tmp_path, says) as raised:
         load_tokenizer(tmp_path)
     assert len(str(raised.value).splitlines()) == 2  # what, and a hint
 

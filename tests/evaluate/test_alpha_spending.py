@@ -87,6 +87,7 @@ def false_passes(looks: int, sequential: bool, trials: int) -> float:
     return float(passed.mean())
 
 
+@pytest.mark.slow
 def test_a_model_at_the_margin_passes_once_in_forty_looks_and_no_more_in_all_of_a_sequence() -> (
     None
 ):

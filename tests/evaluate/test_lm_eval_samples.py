@@ -205,7 +205,7 @@ def test_other_tasks_versions_and_programs_are_not_compared(tmp_path: Path) -> N
         ('{"doc": 1}', Code.MALFORMED, "doc_id"),
         ('{"doc_id": 1, "filter": 3}', Code.MALFORMED, "filter"),
         ('{"doc_id": 1}\n{"doc_id": 1}', Code.DUPLICATE, "jsonl:2: duplicate doc_id 1"),
-        ('{"doc_id": 1, "acc": NaN}', Code.MALFORMED, "NaN"),
+        ('{"doc_id": 1, "acc": NaN}', Code.NOT_FINITE, "NaN"),
         ('{"doc_id": 1, "acc": "yes"}', Code.MISMATCH, "acc"),
     ],
 )

@@ -39,6 +39,7 @@ class Small(Engine):
         return [int(part) for part in text.split()]
 
 
+@pytest.mark.slow
 @quick
 def test_an_engine_answers_from_its_process() -> None:
     engine, here = Isolated("small", Small, Path()), Small(Path())

@@ -51,6 +51,7 @@ from tests.support.families import FAMILIES, PATHS, make, save
 from tests.support.small_export import make_model, write_held_out
 from tests.support.tables import quick_only
 
+ZERO_POINTS = "int4 with zero points"
 TOKENS = torch.randint(250, (2, 40), generator=torch.Generator().manual_seed(3))
 PLANS: dict[str, LinearFormat | None] = {
     "float": None,
@@ -60,7 +61,7 @@ PLANS: dict[str, LinearFormat | None] = {
     "weights alone": LinearFormat(activation=None),
     "int4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
     "int4 in groups of 64": LinearFormat(WeightFormat.grouped(64, 4), "dynamic_int8"),
-    "int4 with zero points": LinearFormat(WeightFormat.grouped(32, 4, True), "dynamic_int8"),
+    ZERO_POINTS: LinearFormat(WeightFormat.grouped(32, 4, True), "dynamic_int8"),
 }
 KIND = {8: GGMLQuantizationType.Q8_0, 4: GGMLQuantizationType.Q4_0}
 
@@ -226,14 +227,37 @@ def test_a_round_trip_keeps_the_integers_and_the_tokenizer(
             assert torch.equal(one.values, two.values), name
 
 
+def test_compressed_tensors_reads_zero_points(checkpoint: Make, tmp_path: Path) -> None:
+    """With the package itself: transformers cannot load them."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    found = checkpoint("llama", ZERO_POINTS, head=False)
+    write_formats(found, tmp_path, ExportSettings(formats=["compressed-tensors"]))
+    folder = tmp_path / compressed_tensors.FOLDER
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
+    tensors = load_file(folder / "model.safetensors")
+    linears = {name.rpartition(".")[0] for name in tensors if name.endswith("weight_zero_point")}
+    assert len(linears) == 7 * found.model.config.n_layer
+    for name, value in values(found.model).items():
+        path = name.removesuffix(".weight")
+        if path in linears:
+            parts = {
+                n.rpartition(".")[2]: x for n, x in tensors.items() if n.startswith(f"{path}.")
+            }
+            theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+            torch.testing.assert_close(theirs, value, rtol=0, atol=0)
+    with raises(Code.UNSUPPORTED, "zero points"):
+        open_engine("transformers", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("case", "plan"),
     quick_only(
-        each_once(IN_GGUF),
-        [
-            *(("llama", plan) for plan in ("float", "static", "dynamic", "int4 with zero points")),
-            ("qwen3", "int4"),
-        ],
+        [(case, plan) for case, plan in each_once(IN_GGUF) if plan != ZERO_POINTS],
+        [("qwen3", "int4"), ("llama", "float"), ("llama", "static"), ("llama", "dynamic")],
     ),
 )
 def test_transformers_computes_what_compressed_tensors_holds(
@@ -507,6 +531,7 @@ def test_a_tokenizer_without_a_name_is_refused(tokenizer: Tokenizer) -> None:
         gguf_metadata(other, 300, "model")
 
 
+@pytest.mark.slow
 def test_an_export_lists_the_formats(checkpoint: Make, tmp_path: Path) -> None:
     found = checkpoint("llama", "dynamic")
     settings = {"prompts": 4, "new_tokens": 8, "formats": list(get_args(ExportFormat))}

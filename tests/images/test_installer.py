@@ -245,6 +245,7 @@ def test_an_authority_that_only_pip_knows(machine: Machine, tmp_path: Path) -> N
         assert machine.build(PIP_INDEX_URL=index, PIP_CERT=str(authority)) == CUDA
 
 
+@pytest.mark.slow
 def test_an_extra_index_that_never_answers_is_left_out_without_its_password(
     machine: Machine, silent: str
 ) -> None:
@@ -309,6 +310,7 @@ def test_uv_comes_from_the_package_index(machine: Machine, tmp_path: Path) -> No
     assert not (machine.checkout / ".venv" / "bin" / "uv").exists()
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_once_and_again_when_its_lock_file_changes(
     machine: Machine,
 ) -> None:
@@ -323,6 +325,7 @@ def test_an_environment_is_made_once_and_again_when_its_lock_file_changes(
     assert not (packages / "small").exists()  # exactly what the lock file lists
 
 
+@pytest.mark.slow
 def test_an_interrupted_installation_starts_over(machine: Machine) -> None:
     cut = machine.run("train", UV_DEFAULT_INDEX="http://127.0.0.1:9/simple")
     assert cut.returncode == 1 and "127.0.0.1:9" in cut.stderr and "hint:" in cut.stderr

@@ -12,6 +12,7 @@ from tests.support.launchers import launch, play, succeed
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
+@pytest.mark.slow
 def test_a_log_that_breaks_off_is_whole(
     in_pod: FakeKubernetes, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def test_success_shows_the_first_nodes_log(
     assert len(trainer.created) == 1
 
 
+@pytest.mark.slow
 def test_a_failed_worker_is_our_failure(in_pod: FakeKubernetes) -> None:
     def fail(pod: Pod) -> None:
         pod.start()
@@ -174,6 +175,7 @@ def test_a_users_mistake_is_not_tried_again(in_pod: FakeKubernetes) -> None:
     assert len(trainer.created) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["condition", "exit status"])
 def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
     def preempted_twice(pod: Pod) -> None:

@@ -337,6 +337,7 @@ def test_missing_permissions_are_a_warning(kfp, cluster):
     assert "Role lathe-doctor" in found["quota"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )

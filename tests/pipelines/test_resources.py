@@ -8,7 +8,7 @@ from kfp.kubernetes import kubernetes_executor_config_pb2
 from kfp.pipeline_spec import pipeline_spec_pb2
 
 from components.images import PADDLE, TRAIN
-from components.machines import Pool
+from components.machines import Pool, gpu_cores
 from components.plan import plan
 from components.stages import NAMES, component
 from pipelines.compiler.compile import FUNCTIONS, MACHINES
@@ -65,7 +65,7 @@ def test_one_file_runs_on_all_machines(name, pool):
         if starts:
             assert resources["resourceCpuRequest"] == "100m"
         elif gpus:
-            assert resources["resourceCpuRequest"] == str(4 * gpus)
+            assert resources["resourceCpuRequest"] == str(gpu_cores(gpus))
         else:
             assert resources["resourceCpuRequest"] == "500m"
         assert resources["resourceMemoryRequest"].endswith("Mi")

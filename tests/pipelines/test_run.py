@@ -99,6 +99,7 @@ def test_a_model_that_the_user_deleted_is_trained_again(finished):
     assert out.count(": reused") == 1 and "step 3/3, loss" in out
 
 
+@pytest.mark.slow
 def test_a_stages_user_error_is_one_message(tmp_path, recipe):
     (tmp_path / "short.txt").write_text("too short to train on")
     run = start(tmp_path, "pretrain", "--recipe", recipe, "--corpus", tmp_path / "short.txt")

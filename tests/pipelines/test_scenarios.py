@@ -84,6 +84,7 @@ def test_a_clone(kfp, site, cluster, trained_again):
     assert second == first | {"overrides": ["Global.seed=3", "Gate.max_accuracy_drop=0.5"]}
 
 
+@pytest.mark.slow
 def test_a_recurring_run_of_the_form(kfp, site, cluster):
     site.submit("pretrain")
     create = kfp._create_recurring

@@ -57,6 +57,7 @@ def test_a_blend_leads_to_the_corpus_of_each_part(signing: AttestedRun, tmp_path
     assert before is None and vocabulary.sha256 == sha256(Path(tokenizer))
 
 
+@pytest.mark.slow
 def test_a_split_of_a_folder_is_attested_and_found_again(
     signing: AttestedRun, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_a_release_that_shows_everything_is_served(
     admit(uri, tmp_path / "models" / "release")  # again, after a restart of the container
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_in_any_file_is_refused(
     release: Path, keys: list[Path], tmp_path: Path, pod: None
 ) -> None:

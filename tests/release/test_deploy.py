@@ -24,6 +24,7 @@ RECIPE = Recipe(
 )
 
 
+@pytest.mark.slow
 def test_deploy_leaves_the_server_up(
     triton: None,
     checkpoint: Checkpoint,
@@ -54,6 +55,7 @@ def test_deploy_leaves_the_server_up(
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["triton.log"]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_the_checkpoint_fails_the_stage(
     triton: None, checkpoint: Checkpoint, exported: Path, byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_channels_are_multiples() -> None:
         assert found is None or all(count % 32 == 0 for count in found.channels)
 
 
+@pytest.mark.slow
 def test_prices_are_those_of_files_that_were_not_measured(
     small_dense: Path, tmp_path: Path
 ) -> None:

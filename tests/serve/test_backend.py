@@ -107,6 +107,7 @@ def test_several_sequences_beams_and_log_probabilities(
     assert is_greedy.all()
 
 
+@pytest.mark.slow
 def test_metrics_are_tritons_prometheus_endpoints(
     tmp_path: Path, triton: None, repository: Path, serving: ServingSettings
 ) -> None:

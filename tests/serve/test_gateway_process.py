@@ -276,6 +276,7 @@ def test_a_model_that_is_loaded_again_answers_or_says_why_not(
         assert completion(server.state) == 200
 
 
+@pytest.mark.slow
 def test_unreadable_keys_are_reported_and_nothing_stays(
     triton: None,
     repository: Path,

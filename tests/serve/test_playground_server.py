@@ -96,6 +96,7 @@ def test_invalid_model_names_are_reported(exported: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_the_command_serves_exports_until_it_is_stopped(
     triton: None, exported: Path, tmp_path: Path
 ) -> None:

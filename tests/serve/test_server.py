@@ -41,6 +41,7 @@ def run_python(code: str, *arguments: object, **options: object) -> subprocess.P
     return subprocess.Popen(command, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_and_stopped(
     triton: None, repository: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_port_in_use_is_named_before_anything_starts(
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_load_shows_the_log(
     triton: None, exported: Path, serving: ServingSettings, tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_pruned_model_learns_from_the_dense_one(small_data: Path, tmp_path: Path
     assert records(tmp_path / "two", "loss") == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_rounds_reach_the_ratio(small_dense: Path, small_data: Path, tmp_path: Path) -> None:
     rounds = ("Compress.Prune.rounds=2", "Engine.max_steps=6", "Optimizer.lr.warmup_rate=0.0")
     result = prune(

@@ -282,7 +282,7 @@ def test_long_conversations_end_with_an_answer_or_are_left_out(
     with caplog.at_level("WARNING"):
         TrainBatches(recipe, tokens, Batch(1, 1, 1, 1), 0).announce(1)
     assert "of 3 conversations, 1 are longer than 49 tokens" in caplog.text
-    with raises(Code.TOO_LITTLE_DATA, tokens.folder, "48 tokens"):
+    with raises(Code.TOO_LITTLE_DATA, tokens.folder, "49 tokens"):
         ChatSamples(tokens, range(1, 2), 48, 0, 0, packs=True)
 
 

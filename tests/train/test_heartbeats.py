@@ -48,6 +48,7 @@ def start(rank: int, port: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_first_process_may_work_longer_than_a_collective() -> None:
     """2.5 s alone, with a timeout of 1.2 s; then both have what it has."""
     port = free_port()

@@ -86,7 +86,7 @@ def test_a_saved_scale_resumes_with_its_count_of_overflows() -> None:
 def test_the_defaults_leave_the_identity_of_older_runs(small_data: Path) -> None:
     """The settings of a run of a version without these keys had this digest."""
     recipe = load_recipe("tiny", SMALL)
-    precision = {"loss_scale_window", "hysteresis"}
+    precision = {"loss_scale_window", "hysteresis", "fp8"}
     engine = dict.fromkeys(FREE["Engine"], True) | {"mix_precision": precision}
     model = {*FREE["Model"], "sliding_window", "vocab_size_divisible_unit"}
     older = FREE | {"Engine": engine, "Model": model, "Data": {"reset_attention"}}

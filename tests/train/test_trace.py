@@ -190,6 +190,7 @@ def attempt(folder: Path, start: int, end: int, loss: float) -> None:
     time.sleep(1)  # event files are ordered by the seconds in their names
 
 
+@pytest.mark.slow
 def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 4, loss=9.0)  # nothing saved yet
     attempt(tmp_path, 0, 8, loss=3.0)  # saved at step 6

@@ -135,6 +135,13 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         yield parameter, matrix.float()
 
 
+def has_zero_points(export_folder: Path) -> bool:
+    """Whether a folder `compressed-tensors` has weights with zero points."""
+    values = read_json(export_folder / "config.json", "export the model again")
+    groups = values.get("quantization_config", {}).get("config_groups", {}).values()
+    return any(not group["weights"]["symmetric"] for group in groups)
+
+
 def with_float_inputs(model: GPT) -> GPT:
     """The model as the format's engines compute it: without the rounding of activations that are
     quantized dynamically; itself if there are none."""

@@ -296,6 +296,7 @@ def test_requests_wait_for_the_same_slots_as_openais(server: TritonServer, verb:
         assert post(address, "/v2/models/gpt-score/infer", SCORE).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verb", [pytest.param("generate", marks=pytest.mark.slow), "generate_stream"]
 )

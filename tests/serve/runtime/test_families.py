@@ -85,6 +85,7 @@ def test_beams_end_where_those_of_torch_do(
         assert Caller(generator, prompt, params).wait() == by_torch(checkpoint, prompt, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("triton")
 def test_triton_serves_it(exported: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
     require_served(exported, checkpoint, tmp_path)

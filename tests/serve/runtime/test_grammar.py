@@ -248,6 +248,7 @@ def test_a_token_has_the_same_bytes_for_both(byte_tokenizer: Tokenizer, kind: st
         assert theirs.decode_bytes([i]) == ours[i], (i, tokenizer.id_to_token(i))
 
 
+@pytest.mark.slow
 def test_queued_compilations_are_limited_and_can_be_cancelled(folder: Path) -> None:
     generator = TextGenerator(folder, 40, 1, 4, 2)
     slow = parse({"structured_outputs": constraint(regex="a?" * 30_000 + "a" * 20_000)}, GREEDY)

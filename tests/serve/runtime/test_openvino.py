@@ -152,6 +152,7 @@ def test_an_export_in_float16_is_onnxruntimes(tmp_path: Path, byte_tokenizer: To
         OpenVINOModel(tmp_path)
 
 
+@pytest.mark.slow
 def test_triton_serves_with_openvino(
     tmp_path: Path, triton: None, byte_tokenizer: Tokenizer
 ) -> None:
