@@ -107,19 +107,19 @@ def clone(site: Site, run: str, **typed: Any) -> dict[str, Any]:
     experiment."""
     old = connect().runs.run_service_get_run(run)
     ids = old.pipeline_version_reference.to_dict()
-    name, parameters = f"Clone of {old.display_name}", old.runtime_config.parameters
-    return _run(site, name, ids, parameters | typed)
+    name, before = f"Clone of {old.display_name}", old.runtime_config
+    return _run(site, name, ids, before.parameters | typed, before.pipeline_root or "")
 
 
 def _run(
-    site: Site, name: str, version: dict[str, Any], parameters: dict[str, Any]
+    site: Site, name: str, version: dict[str, Any], parameters: dict[str, Any], root: str = ""
 ) -> dict[str, Any]:
     return {
         "display_name": name,
         "description": "",
         "experiment_id": experiment_id(connect(), EXPERIMENT),
         "pipeline_version_reference": version,
-        "runtime_config": {"parameters": parameters},
+        "runtime_config": {"parameters": parameters, "pipeline_root": root},
         "service_account": _account(site),
     }
 
