@@ -109,9 +109,10 @@ test-containers: dev-env ## Build the images and run them (root, podman, deboots
 	$(BIN)/python -m pytest -m containers $(or $(TESTS),tests/images)
 
 .PHONY: test-cluster
-test-cluster: dev-env ## Run pipelines on a real cluster, an hour: KUBECONFIG= (LATHE_KFP_*, GPUS= PRODUCTION=)
+test-cluster: dev-env ## Run pipelines on a real cluster, an hour: KUBECONFIG= (LATHE_KFP_*, GPUS= PRODUCTION= UI=)
 	$(if $(KUBECONFIG),KUBECONFIG=$(call quote,$(KUBECONFIG))) LATHE_TEST_GPUS=$(GPUS) \
-	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) $(PYTEST) -m cluster -rs tests/cluster
+	  LATHE_TEST_PRODUCTION=$(call quote,$(PRODUCTION)) LATHE_TEST_UI=$(call quote,$(UI)) \
+	  $(PYTEST) -m cluster -rs tests/cluster
 
 .PHONY: soak
 soak: dev-env serve-env ## Send good and bad requests to a server for SECONDS (half an hour)

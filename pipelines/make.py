@@ -123,8 +123,6 @@ class Make:
             self.variables["MODEL"] = f"build/{model}"
         self.variables |= {name: self.get(name) or value for name, value in defaults.items()}
 
-        self.given = [name for name in variables if "." not in name]
-
     def require_known(self, name: str, target: Target) -> None:
         """End this process if a variable in make's command is not one of the target's: it would be
         ignored without a word."""

@@ -1,4 +1,4 @@
-"""Posts a notification when a run has ended, if it is wanted."""
+"""Shows what a run has made at the top of its graph, and posts it if that is wanted."""
 
 from kfp import dsl
 
@@ -11,31 +11,35 @@ from components.step import step
 def notify(
     pipeline: str,
     is_wanted: bool,
+    page: dsl.Output[dsl.HTML],
     notice: dsl.Output[dsl.Artifact],
     status: dsl.PipelineTaskFinalStatus,
 ):
-    """Post the result of the run to the address in LATHE_WEBHOOK.
+    """Copy the report of the run to its graph's first level, and post the result to the address in
+    LATHE_WEBHOOK.
 
     Args:
         pipeline: Name of the pipeline.
         is_wanted: Whether to post it.
+        page: The run's report; without one, its state and the figures that it has.
         notice: The posted JSON; absent if it is not wanted.
         status: Final state of the other steps, filled in by Pipelines.
     """
     import os
+    from pathlib import Path
 
     from components.stage import log_plainly
-    from lathe.report.notice import make_notice
+    from lathe.report.notice import make_notice, make_page
     from lathe_base.tracking.webhook import post
     from lathe_launch.cluster.workflow import final_state
 
     log_plainly()
-    if not is_wanted:
-        return
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")
-    run_address = notice.uri.partition(run)[0] + run + "/"
+    run_address = page.uri.partition(run)[0] + run + "/"
     state = final_state(status.state, status.pipeline_job_resource_name, status.pipeline_task_name)
-    page = f"{ui}/#/runs/details/{run}" if ui else ""
-    told = make_notice(pipeline, run, state, run_address, page)
-    told.write(notice.path)
-    post(told)
+    run_page = f"{ui}/#/runs/details/{run}" if ui else ""
+    told = make_notice(pipeline, run, state, run_address, run_page)
+    Path(page.path).write_text(make_page(told), encoding="utf-8")
+    if is_wanted:
+        told.write(notice.path)
+        post(told)

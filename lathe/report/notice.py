@@ -1,12 +1,16 @@
-"""Builds the notification of a finished run from its results."""
+"""Builds the notification of a finished run, and its page, from its results."""
 
 import io
+import logging
 
 from rich.console import Console
 
-from lathe.report.results import Results, read_results
+from lathe.report.results import Results, read_results, read_text
 from lathe_base.errors import StageError, UserError
+from lathe_base.pages.html import render
 from lathe_base.tracking.webhook import Notice
+
+log = logging.getLogger("lathe")
 
 COLUMNS = 100
 
@@ -52,3 +56,17 @@ def make_notice(
         table,
         {name: address for name, address in links.items() if address},
     )
+
+
+def make_page(notice: Notice) -> str:
+    """The run's report as HTML or, if it has none or the store does not answer, the notification.
+
+    A report is up to three levels deep in the graph of Pipelines' UI; a copy of it is not.
+    """
+    try:
+        if address := notice.links.get("report"):
+            return read_text(address)
+    except (UserError, StageError) as error:
+        log.warning("cannot read the report: %s", error)
+    title = f"{notice.pipeline}: {notice.state}"
+    return render("lathe/report/notice.html.j2", title, text=notice.message()["text"])

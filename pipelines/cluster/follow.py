@@ -53,6 +53,10 @@ UNCHECKED = re.compile(r"/tokenreviews\W+: ")
 """In a 401, with which Pipelines also answers if the Kubernetes API is away: it could not ask
 whether the token is valid."""
 
+AWAY = "code = Unavailable"
+"""In the last words of a launcher or driver that could not reach Pipelines' API, which Pipelines
+2.17 does not try again."""
+
 UI_ACCOUNT = (
     f"in the form of the UI, type the service account {SERVICE_ACCOUNT}, or add the component "
     "default-account: docs/how-to/cluster-runs.md#runs-made-in-the-ui"
@@ -116,6 +120,8 @@ def explain_failure(
     yield from (coded(StageError(text, Code.FAILED)) for text in said)
     if any("service account" in text or "forbidden" in text for text in said):
         yield f"  hint: {UI_ACCOUNT}"
+    elif any(AWAY in text for text in said):
+        yield f"  hint: {_resume_hint(run)}"
     namespace = client.steps_namespace
     for step in failed:
         if pods and step.pod:
@@ -129,6 +135,8 @@ def explain_failure(
             yield coded(error)
             if OOM in step.why:
                 yield f"  hint: make resume RUN={run.run_id} proposes how much more memory to give"
+            elif AWAY in message:
+                yield f"  hint: {_resume_hint(run)}"
             yield f"the whole log: kubectl -n {namespace} logs {step.pod} -c main"
             continue
         for pod in _pods_below(run, step):
@@ -143,6 +151,13 @@ def explain_failure(
             pods_of_step = f"-l pipeline/runid={run.run_id},lathe/stage={step.name} -c main"
             log = f"{step.name}: its log: kubectl -n {namespace} logs {pods_of_step}"
             yield coded(StageError(log, Code.FAILED))
+
+
+def _resume_hint(run: Any) -> str:
+    return (
+        f"Pipelines' API was away: make resume RUN={run.run_id} takes what the steps have stored; "
+        "to retry such steps: docs/how-to/cluster-runs.md#resume-a-failed-run"
+    )
 
 
 def _pods_below(run: Any, step: Step) -> list[str]:

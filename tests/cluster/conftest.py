@@ -17,7 +17,8 @@ def site() -> Iterator[Site]:
     """The cluster of `KUBECONFIG` and `LATHE_KFP_*`; runs left at the end are terminated."""
     cluster = open_cluster(connect().steps_namespace)
     production = os.environ.get("LATHE_TEST_PRODUCTION", "")
-    made = Site(cluster, whole_number("LATHE_TEST_GPUS"), production)
+    ui = os.environ.get("LATHE_TEST_UI", "").rstrip("/")
+    made = Site(cluster, whole_number("LATHE_TEST_GPUS"), production, ui)
     yield made
     made.end_everything()
     made.until("nothing is left", lambda: not made.left_behind(), 900)
@@ -28,7 +29,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     if report.when == "call" and "site" in getattr(item, "fixturenames", ()):
-        seen = dict(report.user_properties).get("seen", "")
+        # Of a skipped test: file, line, reason.
+        why = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+        seen = dict(report.user_properties).get("seen", why)
         SEEN[item.name.partition("[")[2].rstrip("]")] = f"{report.outcome:8} {seen}"
 
 

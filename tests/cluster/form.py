@@ -1,6 +1,12 @@
-"""What Pipelines' UI sends when somebody fills in its form of a new run, or clones a run."""
+"""A run that is started in Pipelines' UI, by its form of a new run or of a clone: in a browser, if
+the site has the UI's address, or with the request that the UI sends."""
 
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from lathe_base.errors import UserError
 from lathe_launch.cluster.access import require_account
@@ -8,7 +14,68 @@ from pipelines.cluster.server import KUBEFLOW, connect
 from pipelines.cluster.submit import EXPERIMENT
 from pipelines.cluster.upload import experiment_id, find
 from pipelines.steps.resources import SERVICE_ACCOUNT
-from tests.cluster.site import Site
+from tests.cluster.site import Site, skip_without
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SCREENSHOTS = Path("build/screenshots")
+
+
+def start_new(site: Site, pipeline: str, **typed: Any) -> str:
+    """Start a run of the latest version of a pipeline; returns its id."""
+    body = new_run(site, pipeline, **typed)
+    if not site.ui:
+        return site.start(body)
+    version = body["pipeline_version_reference"]
+    query = {
+        "pipelineId": version["pipeline_id"],
+        "pipelineVersionId": version["pipeline_version_id"],
+    }
+    return _submit(site, f"new {pipeline}", query, body, typed)
+
+
+def start_clone(site: Site, run: str, **typed: Any) -> str:
+    """Start a clone of a run; returns the clone's id."""
+    body = clone(site, run, **typed)
+    if not site.ui:
+        return site.start(body)
+    return _submit(site, f"clone {run}", {"cloneFromRun": run}, body, typed)
+
+
+def _submit(
+    site: Site, name: str, query: dict[str, str], body: dict[str, Any], typed: Mapping[str, Any]
+) -> str:
+    """Fill in the UI's form in a browser, and click on Start. The request that the form then sends
+    must be `body`.
+
+    Args:
+        name: of the form's screenshot.
+        query: what the form is opened with.
+        typed: parameter -> value to type; the form has the others already.
+    """
+    from playwright.sync_api import sync_playwright  # a quarter of a second, only needed here
+
+    query |= {"experimentId": body["experiment_id"]}
+    site_query = f"?ns={namespace}" if (namespace := connect().namespace) else ""
+    program = next(filter(None, map(shutil.which, BROWSERS)), "")
+    skip_without(program, f"no browser: none of {', '.join(BROWSERS)} is installed")
+    with sync_playwright() as tools:
+        browser = tools.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 1800})
+        page.goto(f"{site.ui}/{site_query}#/runs/new?{urlencode(query)}")
+        for key, value in typed.items():
+            page.locator(f"#{key}").fill(value if isinstance(value, str) else json.dumps(value))
+        if body["service_account"]:
+            page.get_by_label("Service Account").fill(body["service_account"])
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+        with page.expect_response(lambda answer: answer.url.endswith("/runs")) as answered:
+            page.click("#startNewRunBtn")
+        sent, run = answered.value.request.post_data_json, answered.value.json()["run_id"]
+        browser.close()
+    for key in ("experiment_id", "pipeline_version_reference", "runtime_config"):
+        assert sent[key] == body[key], (sent[key], body[key])
+    site.runs.append(run)
+    return str(run)
 
 
 def new_run(site: Site, pipeline: str, **typed: Any) -> dict[str, Any]:
@@ -40,19 +107,19 @@ def clone(site: Site, run: str, **typed: Any) -> dict[str, Any]:
     experiment."""
     old = connect().runs.run_service_get_run(run)
     ids = old.pipeline_version_reference.to_dict()
-    name, parameters = f"Clone of {old.display_name}", old.runtime_config.parameters
-    return _run(site, name, ids, parameters | typed)
+    name, before = f"Clone of {old.display_name}", old.runtime_config
+    return _run(site, name, ids, before.parameters | typed, before.pipeline_root or "")
 
 
 def _run(
-    site: Site, name: str, version: dict[str, Any], parameters: dict[str, Any]
+    site: Site, name: str, version: dict[str, Any], parameters: dict[str, Any], root: str = ""
 ) -> dict[str, Any]:
     return {
         "display_name": name,
         "description": "",
         "experiment_id": experiment_id(connect(), EXPERIMENT),
         "pipeline_version_reference": version,
-        "runtime_config": {"parameters": parameters},
+        "runtime_config": {"parameters": parameters, "pipeline_root": root},
         "service_account": _account(site),
     }
 

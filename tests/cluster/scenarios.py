@@ -25,7 +25,7 @@ from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.schedule import end_runs, schedules, unfinished
 from pipelines.cluster.schedule import remove as remove_schedules
 from pipelines.cluster.server import connect
-from tests.cluster.form import clone, new_run
+from tests.cluster.form import new_run, start_clone, start_new
 from tests.cluster.site import Site, skip_without
 
 SHORT = (
@@ -148,6 +148,8 @@ def full(site: Site) -> str:
     out = site.follow(run)
     assert "gate    passed" in out, out
     assert not is_told or "notify: told" in out, out
+    notified = list_objects(f"{ResultsReader(connect()).default_root}/full/{run}/notify/")
+    assert any(found.endswith("/page") for found in notified), "no page on the graph's first level"
     site.trained = run
     return f"{time.monotonic() - began:.0f} s, gate passed"
 
@@ -187,7 +189,7 @@ def form(site: Site) -> str:
     """A run that is started as Pipelines' UI does, from the uploaded version, the form's defaults
     and two nodes."""
     overrides = [*SHORT[1::2], _unique_seed()]
-    run = site.start(new_run(site, "pretrain", gpus=site.gpus, nodes=2, overrides=overrides))
+    run = start_new(site, "pretrain", gpus=site.gpus, nodes=2, overrides=overrides)
     began = time.monotonic()
     site.follow(run)
     return f"{time.monotonic() - began:.0f} s"
@@ -199,7 +201,7 @@ def cloned(site: Site) -> str:
     skip_without(site.trained, "the scenario `full` has not succeeded")
     old = connect().runs.run_service_get_run(site.trained).runtime_config.parameters
     changed = [*old["overrides"], "Gate.max_accuracy_drop=0.5"]
-    run = site.start(clone(site, site.trained, overrides=changed))
+    run = start_clone(site, site.trained, overrides=changed)
     site.follow(run)
     steps = {pod.metadata.labels.get(STAGE) for pod in site.cluster.pods(f"{RUN}={run}")} - {None}
     assert {"inputs", "gate"} <= steps <= {"inputs", "gate", "release", "report", "notify"}, steps

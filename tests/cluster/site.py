@@ -37,6 +37,7 @@ class Site:
     Attributes:
         gpus: GPUs per node; 0 trains on CPUs.
         production: address of releases that may be replaced; if empty, production is not touched.
+        ui: address of Pipelines' UI, whose forms are then filled in with a browser.
         command: function that runs one of Lathe's modules and returns its output.
         poll: seconds between two polls.
         runs: ids of the runs that the scenarios have started.
@@ -46,6 +47,7 @@ class Site:
     cluster: Cluster
     gpus: int = 0
     production: str = ""
+    ui: str = ""
     command: Command = run_module
     poll: float = 2.0
     runs: list[str] = field(default_factory=list)

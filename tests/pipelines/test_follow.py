@@ -266,6 +266,22 @@ def test_a_step_that_was_killed_for_memory_has_a_hint(kfp, run, cluster):
     assert f"hint: make resume RUN={run} proposes how much more memory" in output
 
 
+@pytest.mark.parametrize("stage", ["prune", ""], ids=["launcher", "driver"])
+def test_a_step_that_could_not_reach_pipelines_has_a_hint(kfp, run, cluster, stage):
+    def fails():
+        name = pod(cluster, stage or "none", "Failed", **ended(0, 12, 1, "Error"))
+        if not stage:
+            cluster.patch("pods", name, {"metadata": {"labels": {"lathe/stage": None}}})
+        cluster.log(name, "[lathe] wrote the model")
+        away = "failed to create task: rpc error: code = Unavailable desc = connection refused"
+        cluster.log(name, f"F1127 21:36:50.600954      15 main.go:59] {away}")
+        return frame("FAILED")
+
+    kfp.script = Story(fails, fails)
+    output = follow(run).output
+    assert output.count("  hint: Pipelines' API was away: make resume RUN=one takes") == 1
+
+
 def test_a_driver_that_cannot_start_is_heard(kfp, run, cluster):
     def waits():
         node = "full-x(0).root(0).prepare-driver(0)"

@@ -70,11 +70,12 @@ def in_a_pod(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.setLevel(before[2])
 
 
-def run_notify(place: str, folder: Path, state: str) -> dict[str, Any]:
-    """Run the step `notify` of a run with artifacts below `place`; returns its output."""
-    uri = f"{place}/full/{RUN}/notify/1916f9ff-2cbb-49ff-b62c-c124d328123d/notice"
+def run_notify(place: str, folder: Path, state: str, is_wanted: bool = True) -> str:
+    """Run the step `notify` of a run with artifacts below `place`; returns its page."""
+    uri = f"{place}/full/{RUN}/notify/1916f9ff-2cbb-49ff-b62c-c124d328123d"
     # In a pod, the path is derived from the address, below /s3.
-    artifact = SimpleNamespace(uri=uri, path=str(folder / "notice"))
+    outputs = {name: SimpleNamespace(uri=f"{uri}/{name}", path=str(folder / name))
+               for name in ("page", "notice")}  # fmt: skip
     status = dsl.PipelineTaskFinalStatus(
         state=state,
         pipeline_job_resource_name="full-x7k2p",
@@ -82,13 +83,12 @@ def run_notify(place: str, folder: Path, state: str) -> dict[str, Any]:
         error_code=None,
         error_message=None,
     )
-    notify.python_func(pipeline="full", is_wanted=True, notice=artifact, status=status)
-    written: dict[str, Any] = json.loads((folder / "notice").read_text())
-    return written
+    notify.python_func(pipeline="full", is_wanted=is_wanted, **outputs, status=status)
+    return (folder / "page").read_text()
 
 
 def put(place: str, artifact: str, values: object) -> None:
-    step, name = artifact.split("/")
+    step, name = artifact.split("/", 1)
     execution = "0a16f9ff-2cbb-49ff-b62c-c124d328123d"
     text = values if isinstance(values, str) else json.dumps(values)
     write_text(f"{place}/full/{RUN}/{step}/{execution}/{name}", text)
@@ -103,9 +103,9 @@ def test_the_end_of_a_run_is_notified_with_verdict_table_and_links(
     put(f"{s3}/v2", "report/metrics", metrics)
     put(f"{s3}/v2", "report/page", "<!doctype html>")
     put(f"{s3}/v2", "gate/verdict", {"verdict": "pass", "passed": True, "reasons": ["as good"]})
-    written = run_notify(f"{s3}/v2", tmp_path, "COMPLETE")
+    assert run_notify(f"{s3}/v2", tmp_path, "COMPLETE") == "<!doctype html>"  # the report
     (received,) = listener.received
-    assert received == written
+    assert received == json.loads((tmp_path / "notice").read_text())
     assert (received["pipeline"], received["run"]) == ("full", RUN)
     assert (received["state"], received["verdict"]) == ("succeeded", "passed")
     assert received["figures"]["INT8"]["n_bytes"] == 2.6e6
@@ -124,10 +124,20 @@ def test_the_end_of_a_run_is_notified_with_verdict_table_and_links(
 def test_so_is_a_run_that_has_failed(
     s3: str, listener: Listener, tmp_path: Path, state: str, word: str
 ) -> None:
-    run_notify(s3, tmp_path, state)
+    page = run_notify(s3, tmp_path, state)
+    assert f"<h1>full: {word}</h1>" in page and "https://kubeflow.example" in page
     (received,) = listener.received
     assert received["state"] == word and received["verdict"] == "" and received["figures"] == {}
     assert received["text"].startswith(f"lathe full {RUN}: {word}\nrun: https://kubeflow.example")
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_a_run_that_notifies_nobody_has_a_page(s3: str, listener: Listener, tmp_path: Path) -> None:
+    checkpoint = "pretrain/model/lathe.json"
+    for artifact, text in ((checkpoint, "{}"), ("pretrain/page", "<html>loss</html>")):
+        put(f"{s3}/v2", artifact, text)
+    assert run_notify(f"{s3}/v2", tmp_path, "COMPLETE", is_wanted=False) == "<html>loss</html>"
+    assert not listener.received and not (tmp_path / "notice").exists()
 
 
 @pytest.mark.usefixtures("in_a_pod")
