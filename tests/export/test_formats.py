@@ -244,9 +244,8 @@ def test_compressed_tensors_reads_zero_points(checkpoint: Make, tmp_path: Path) 
     for name, value in values(found.model).items():
         path = name.removesuffix(".weight")
         if path in linears:
-            parts = {
-                n.rpartition(".")[2]: x for n, x in tensors.items() if n.startswith(f"{path}.")
-            }
+            names = [n for n in tensors if n.startswith(f"{path}.")]
+            parts = {n.rpartition(".")[2]: tensors[n] for n in names}
             theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
             torch.testing.assert_close(theirs, value, rtol=0, atol=0)
     with raises(Code.UNSUPPORTED, "zero points"):
