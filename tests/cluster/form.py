@@ -70,7 +70,7 @@ def _submit(
         page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
         with page.expect_response(lambda answer: answer.url.endswith("/runs")) as answered:
             page.click("#startNewRunBtn")
-        sent, run = answered.value.request.post_data_json, answered.value.json()["run_id"]
+        sent, run = answered.value.request.post_data_json or {}, answered.value.json()["run_id"]
         browser.close()
     for key in ("experiment_id", "pipeline_version_reference", "runtime_config"):
         assert sent[key] == body[key], (sent[key], body[key])

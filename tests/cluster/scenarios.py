@@ -266,8 +266,8 @@ def killed_step(site: Site) -> str:
     pod = site.step(run, "pretrain").metadata.name
     site.until("a state is saved", lambda: site.has_said(pod, TRAINED), run=run)
     assert "killed" in site.execute(pod, KILL_THE_STEP)
-    out = site.follow(run)
-    assert "restarting" in out, out
+    site.follow(run)  # which may begin after the step has ended, and then does not show its log
+    assert site.has_said(pod, "restarting")
     return "restarted in its pod, and the run succeeded"
 
 
