@@ -42,7 +42,7 @@ class Finding:
         """The finding in a log line; None for other lines."""
         try:
             values = json.loads(line)
-            code = Code(values.pop("code"))
+            code = Code(values.pop("code", Code.FAILED))  # a doctor of an older image has none
             return cls(**values, code=code)
         except (ValueError, TypeError, AttributeError, KeyError):
             return None

@@ -40,7 +40,7 @@ def log_network(device: torch.device, rank: int, size: int) -> None:
         torch.cuda.synchronize(device)
         for name in variables:
             del os.environ[f"NCCL_{name}"]
-        text = said.read_text(errors="replace") if said.is_file() else ""
+        text = said.read_text(encoding="utf-8", errors="replace") if said.is_file() else ""
     if rank == 0:
         nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -25,8 +25,10 @@ def bind_to_gpu(device: torch.device) -> None:
     names = "pci_domain_id", "pci_bus_id", "pci_device_id"  # which torch's stubs do not have
     address = "{:04x}:{:02x}:{:02x}.0".format(*(getattr(properties, name) for name in names))
     try:
-        node = int((SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
-        listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text()  # 0-3,8-11
+        node = int((SYSTEM / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
+        listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text(
+            encoding="ascii"
+        )  # 0-3,8-11
     except OSError:  # no such files in this container, or one node, whose number is -1
         return
     near = set[int]()

@@ -87,8 +87,11 @@ def fetch(uri: str, folder: Path, only: Container[str] | None = None) -> Path:
         except OSError as error:
             raise explain_os_error(error, path) from None
         if not is_local:
-            what = printable(uri) if uri else "an empty address"
-            raise UserError(f"{what}: no such file or folder", "check the path", Code.NOT_FOUND)
+            if not uri:  # `Path("")` would be the working directory
+                raise UserError("an empty address", "give a path", Code.BAD_PATH)
+            raise UserError(
+                f"{printable(uri)}: no such file or folder", "check the path", Code.NOT_FOUND
+            )
         return path
     with explained(uri, folder):
         folder.mkdir(parents=True, exist_ok=True)

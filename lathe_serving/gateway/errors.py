@@ -95,6 +95,11 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code=ENDING)
 
 
+def api_code(error: UserError) -> str | None:
+    """OpenAI's code for an invalid request; None if it has none."""
+    return "context_length_exceeded" if error.code is Code.TOO_LONG else None
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """Convert an exception to an error for the client; unexpected ones are logged."""
     while isinstance(error, BaseExceptionGroup):
@@ -120,10 +125,9 @@ def as_api_error(error: BaseException) -> ApiError:
             if error.code is Code.NOT_FOUND:
                 # Triton has not loaded it; one that the gateway does not know is answered 404.
                 return ApiError(503, "the model is not loaded", code="unavailable")
-            code = "context_length_exceeded" if error.code is Code.TOO_LONG else None
             name = re.split("[: ]", what, maxsplit=1)[0]
             param_name = name if name in FIELDS else None
-            return ApiError(400, f"{what}: {error.hint}", param=param_name, code=code)
+            return ApiError(400, f"{what}: {error.hint}", param=param_name, code=api_code(error))
         case TritonUnavailable():
             return ApiError(503, "the model server does not answer", code="unavailable")
         case StageError():

@@ -42,7 +42,7 @@ from lathe_base.parameters import (
 from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.admission import Slots
 from lathe_serving.gateway.connections import MAX_UNREAD_CHUNKS
-from lathe_serving.gateway.errors import ApiError, Json
+from lathe_serving.gateway.errors import ApiError, Json, api_code
 from lathe_serving.gateway.messages import Strict
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.telemetry import Call
@@ -448,7 +448,7 @@ class Generation:
                 what = f"{names[name]}{error.what.removeprefix(name)}"
                 if name != "structured_outputs":  # its hint is about llguidance
                     what += f": {error.hint}"
-                raise ApiError(400, what, param=names[name]) from None
+                raise ApiError(400, what, names[name], api_code(error)) from None
             finally:
                 call.generated(since, first)
 

@@ -135,7 +135,7 @@ def explain_failure(
             yield coded(error)
             if OOM in step.why:
                 yield f"  hint: make resume RUN={run.run_id} proposes how much more memory to give"
-            elif AWAY in message:
+            elif AWAY in str(error):
                 yield f"  hint: {_resume_hint(run)}"
             yield f"the whole log: kubectl -n {namespace} logs {step.pod} -c main"
             continue

@@ -14,8 +14,8 @@ def error_messages() -> Iterator[None]:
     try:
         yield
     except ExceptionGroup as group:
-        told = [explain(error) for error in group.exceptions if isinstance(error, EXPECTED_ERRORS)]
-        fail("\n".join(map(coded, told)), UserError.status)
+        errors = [error for error in group.exceptions if isinstance(error, EXPECTED_ERRORS)]
+        fail("\n".join(coded(explain(error)) for error in errors), UserError.status)
     except EXPECTED_ERRORS as error:
         told = explain(error)
         fail(coded(told), told.status)

@@ -79,7 +79,7 @@ def test_the_first_the_same_and_a_worse_one(
         challenge(recipe, scores, verdict, data)
 
     write_text(f"{address}gpt/1/config.json", "{}")
-    with raises(Code.CORRUPT, f"{address}gpt/1/config.json"):
+    with raises(Code.CORRUPT, address, "gpt/1/config.json"):
         challenge(recipe, scores, verdict, data)
 
 

@@ -197,9 +197,9 @@ def test_steps_have_their_own() -> None:
     ],
 )
 def test_a_mistake_is_reported(override: str, said: str) -> None:
-    with raises(Code.INVALID_VALUE, said) as caught:
+    code = Code.UNKNOWN_KEY if said.startswith("unknown key") else Code.INVALID_VALUE
+    with raises(code, said):
         load_recipe("tiny", [f"Launch.{override}"])
-    assert said in str(caught.value)
 
 
 def rewritten(

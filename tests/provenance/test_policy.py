@@ -239,7 +239,7 @@ def test_rollback_to_a_never_live_release_is_rejected(
     (other / "gpt" / "config.pbtxt").write_text("# never tested\n")
     (other / ".lathe.json").unlink(missing_ok=True)
     name = releases.publish(other, releases.golden(published.name))
-    with raises(Code.FORBIDDEN, name):
+    with raises(Code.NOT_PROVED, name):
         roll_back(recipe, name)
     assert roll_back(recipe, published.name).release == published.name
 

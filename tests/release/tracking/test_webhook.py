@@ -15,6 +15,7 @@ from kfp import dsl
 from typer.testing import CliRunner
 
 from components.notify.component import notify
+from lathe_base.errors import Code
 from lathe_base.storage import write_text
 from lathe_base.tracking import webhook
 from lathe_base.tracking.webhook import Notice, post
@@ -232,7 +233,7 @@ def test_a_failed_local_run_is_notified_with_its_reason(
     listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
-        raise run.StageFailed("prepare failed: the corpus is empty")
+        raise run.StageFailed("prepare failed: the corpus is empty", Code.TOO_LITTLE_DATA)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "run", fails)
