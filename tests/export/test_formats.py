@@ -734,6 +734,7 @@ def test_a_model_in_float16_is_proven(
     assert proof.fidelity.kl < proof.fidelity.noise == HALF_NOISE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     quick_only(["a flipped byte", "permuted heads", "a swapped scale"], ["permuted heads"]),

@@ -357,6 +357,7 @@ def test_the_environment_of_another_checkout_is_left_alone(
     assert machine.torch() == CUDA
 
 
+@pytest.mark.slow
 def test_the_tools_of_the_tests_are_added_to_the_environment(machine: Machine) -> None:
     assert machine.run("dev").returncode == 0
     stamps = {path.name for path in (machine.checkout / ".venv").glob(".*")}

@@ -98,6 +98,7 @@ def test_crashing_pods_are_reported_with_their_last_lines_and_the_old_release_se
     assert served(cluster, controller) == {GOOD}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deadline", [600, 1])
 def test_a_rollout_that_hangs_goes_back(
     cluster: FakeKubernetes, controller: Deployments, deadline: int
@@ -110,6 +111,7 @@ def test_a_rollout_that_hangs_goes_back(
     assert served(cluster, controller) == {GOOD}
 
 
+@pytest.mark.slow
 def test_a_failed_rollback_is_reported_with_the_first_failure(
     cluster: FakeKubernetes, controller: Deployments
 ) -> None:

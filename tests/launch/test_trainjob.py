@@ -233,6 +233,7 @@ def test_workers_have_the_pods_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == [290]
 
 
+@pytest.mark.slow
 def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> None:
     running: list[int] = []
     beside_the_second: list[int] = []
@@ -255,6 +256,7 @@ def test_an_attempt_waits_for_the_pods_of_the_last(in_pod: FakeKubernetes) -> No
     assert len(trainer.created) == 2 and not beside_the_second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admitted", [0, 1])
 def test_reasons_for_pending_pods_are_reported(
     in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture, admitted: int
@@ -291,6 +293,7 @@ def test_an_eviction_for_what_a_pod_uses_costs_a_restart(in_pod: FakeKubernetes)
     assert len(trainer.created) == 2
 
 
+@pytest.mark.slow
 def test_the_pause_before_a_restart_doubles(in_pod: FakeKubernetes) -> None:
     def preempted(pod: Pod) -> None:
         pod.start()
@@ -307,6 +310,7 @@ def test_the_pause_before_a_restart_doubles(in_pod: FakeKubernetes) -> None:
     assert [s for s in pauses if s in (0.1, 0.2, 0.4)] == [0.1, 0.2]
 
 
+@pytest.mark.slow
 def test_unschedulable_until_it_is_enough(in_pod: FakeKubernetes) -> None:
     def nowhere(pod: Pod) -> None:
         pod.unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")

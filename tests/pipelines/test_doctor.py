@@ -165,6 +165,7 @@ def test_an_account_of_the_ui_that_does_not_exist(kfp, cluster):
     assert "default-account" in said
 
 
+@pytest.mark.slow
 def test_a_pipelines_without_a_metadata_store(kfp, cluster):
     """As after 2.17."""
     cluster.delete("configmaps", "metadata-grpc-configmap")
@@ -175,6 +176,7 @@ def test_a_pipelines_without_a_metadata_store(kfp, cluster):
     assert found["Pipelines' API"][0] == "ok" and "Pipelines' metadata store" not in found
 
 
+@pytest.mark.slow
 def test_operators_that_are_not_installed(kfp, cluster):
     play(cluster)
     cluster.absent |= {"trainer.kubeflow.org", "jobset.x-k8s.io"}
@@ -186,6 +188,7 @@ def test_operators_that_are_not_installed(kfp, cluster):
     assert "install Kubeflow Trainer" in found["JobSet"][1]
 
 
+@pytest.mark.slow
 def test_a_runtime_that_was_not_applied(kfp, cluster):
     play(cluster)
     cluster.delete(RUNTIMES, "lathe-paddle", "")
@@ -226,6 +229,7 @@ def test_an_image_that_is_older_than_the_doctor(kfp, cluster):
     )
 
 
+@pytest.mark.slow
 def test_gpus_that_no_node_has_leave_the_other_checks(kfp, cluster, monkeypatch):
     monkeypatch.setattr(doctor_pod, "SCHEDULING_SECONDS", 0.2)
 

@@ -138,6 +138,7 @@ def test_a_schedule(kfp, site):
     assert not kfp.recurring_runs
 
 
+@pytest.mark.slow
 def test_a_network_without_the_policies_and_services(site, cluster):
     play(cluster, run_command)
     with pytest.raises(AssertionError, match="Pipelines is closed"):

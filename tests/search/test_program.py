@@ -71,6 +71,7 @@ def a_problem(seed: int, width: int = 2, one_layer: bool = True) -> Problem:
     return Problem(config, costs, Prices(PRICES), dict.fromkeys(names, FORMS), 32)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), limit=st.floats(0.05, 0.4))
 def test_no_design_within_the_limit_is_better(seed: int, limit: float) -> None:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from lathe_serving.client import Client
 from tests.support import warm
 
@@ -27,6 +29,7 @@ def test_lines_of_a_pipe_are_prompts(url: str, client: Client) -> None:
     assert "error[too-long]" in run.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(url: str) -> None:
     ours, theirs = pty.openpty()
     command = client_command(url, *LONG)

@@ -99,6 +99,7 @@ def metric(state: ServerState, name: str) -> float:
     return float(line.split()[1])
 
 
+@pytest.mark.slow
 def test_a_server_that_crashes_is_started_again_behind_its_gateway(
     triton: None, lasting: Path, tmp_path: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_new_connection_to_a_stopping_server_gets_an_error(server: TritonServe
 MANY = LONG | {"prompt": ["x"] * 200, "n": 4}  # takes longer than any test waits
 
 
+@pytest.mark.slow
 def test_requests_in_flight_at_the_drain_deadline_get_an_error(
     server: TritonServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def run(server: TritonServer, address: str, seconds: float, seed: int) -> Counte
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "seed"),
     [

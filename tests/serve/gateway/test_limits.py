@@ -117,6 +117,7 @@ def test_a_request_that_would_wait_for_long_is_refused_at_once(server: TritonSer
         assert 'lathe_gateway_waiting{model="gpt"} 0.0' in requests.get(f"{address}/metrics").text
 
 
+@pytest.mark.slow
 def test_it_waits_for_as_long_as_is_allowed(server: TritonServer) -> None:
     with opened(server, max_wait=60) as address, ThreadPoolExecutor(16) as pool:
         replies = pool.map(lambda _: post(address, LONG), range(12))
