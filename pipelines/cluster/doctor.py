@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +31,7 @@ from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
 from pipelines.cluster.follow import UI_ACCOUNT
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.schedule import stale_schedules
-from pipelines.cluster.server import HELP, KUBEFLOW, connect
+from pipelines.cluster.server import HELP, KUBEFLOW, connect, token_expiry
 from pipelines.cluster.submit import Root
 from pipelines.commands.arguments import takes_arguments
 from pipelines.commands.errors import error_messages
@@ -48,6 +49,7 @@ from pipelines.compiler.compile import build, step_images
 
 PROGRAM = ["python", "-m", "lathe_launch.cluster.doctor"]
 METADATA = "metadata-grpc-configmap"
+FRESH_MINUTES = 15  # the shortest life of a token that a submission and its checks need
 COLUMNS = 120
 
 FROM_HERE = "`make runs` and `make resume` need it: docs/how-to/cluster-runs.md#results"
@@ -128,7 +130,11 @@ class Doctor:
 
 def _sign_in() -> str:
     connect()
-    return "signed in"
+    if (expiry := token_expiry()) is None:
+        return "signed in"
+    minutes = (expiry - datetime.now(UTC)) // timedelta(minutes=1)
+    renewal = " renew the file before a run is followed" if minutes < FRESH_MINUTES else ""
+    return f"signed in; the token expires in {minutes} min:{renewal}".rstrip(":")
 
 
 def _triton() -> str:

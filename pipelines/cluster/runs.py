@@ -36,7 +36,7 @@ from pipelines.cluster.follow import list_steps
 from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.pods import usage_by_run
 from pipelines.cluster.results import ResultsReader
-from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, run_state
+from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, pages, run_state
 from pipelines.cluster.submit import EXPERIMENT
 from pipelines.cluster.upload import find
 from pipelines.commands.errors import error_messages
@@ -84,7 +84,14 @@ def latest_runs(client: Client, limit: int) -> list[Run]:
     if not experiments:
         return []
     reader, pods = ResultsReader(client), _usage_of_pods(client)
-    runs = list(islice(_listed(client, experiments[0].experiment_id), limit))
+    found = pages(
+        client.runs.run_service_list_runs,
+        "runs",
+        experiment_id=experiments[0].experiment_id,
+        sort_by="created_at desc",
+        page_size=PAGE_SIZE,
+    )
+    runs = list(islice(found, limit))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         return list(pool.map(lambda run: _cluster_run(reader, run, pods), runs))
 
@@ -96,19 +103,6 @@ def _usage_of_pods(client: Client) -> dict[str, dict[str, Usage]]:
         return usage_by_run(cluster)
     except (UserError, StageError):
         return {}
-
-
-def _listed(client: Client, experiment: str) -> Any:
-    token: str | None = ""
-    while token is not None:
-        page = client.runs.run_service_list_runs(
-            experiment_id=experiment,
-            sort_by="created_at desc",
-            page_size=PAGE_SIZE,
-            page_token=token,
-        )
-        yield from page.runs or []
-        token = page.next_page_token or None
 
 
 def local_runs(limit: int) -> list[Run]:

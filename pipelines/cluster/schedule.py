@@ -20,7 +20,7 @@ from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from pipelines.cluster.cron import HINT, parse_cron
 from pipelines.cluster.follow import ENDED
-from pipelines.cluster.server import HELP, Client, answers, connect
+from pipelines.cluster.server import HELP, Client, answers, connect, pages
 from pipelines.cluster.submit import Root, Strict, Submission, Tried, prepare
 from pipelines.cluster.upload import find
 from pipelines.commands.arguments import Pipeline, takes_arguments
@@ -70,15 +70,11 @@ def schedules(client: Client, name: str) -> list[Any]:
 def unfinished(client: Client, listed: list[Any]) -> list[Any]:
     """The unfinished runs of these recurring runs."""
     schedules = {schedule.recurring_run_id for schedule in listed}
-    runs: list[Any] = []
-    token = "" if schedules else None
-    while token is not None:
-        page = client.runs.run_service_list_runs(
-            namespace=client.namespace, page_token=token, page_size=PAGE
-        )
-        runs += [run for run in page.runs or [] if run.recurring_run_id in schedules]
-        token = page.next_page_token or None
-    return [run for run in runs if run.state not in ENDED]
+    if not schedules:
+        return []
+    request = client.runs.run_service_list_runs
+    runs = pages(request, "runs", namespace=client.namespace, page_size=PAGE)
+    return [run for run in runs if run.recurring_run_id in schedules and run.state not in ENDED]
 
 
 def remove(client: Client, listed: list[Any]) -> None:

@@ -1,12 +1,14 @@
 """Connects to the Kubeflow Pipelines server configured in the environment."""
 
+import base64
 import json
 import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,40 @@ class Client(kfp.Client):
             )  # fmt: skip
             return "html" in str(answer.headers.get("Content-Type", ""))
         return False
+
+
+def token_expiry() -> datetime | None:
+    """When the token of LATHE_KFP_TOKEN_FILE expires; None without one, or if it does not say."""
+    if not (path := os.environ.get("LATHE_KFP_TOKEN_FILE")):
+        return None
+    try:
+        _, payload, _ = Path(path).read_text(encoding="utf-8").strip().split(".")
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        return datetime.fromtimestamp(claims["exp"], UTC)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None  # not a JSON Web Token; the server says whether it is valid
+
+
+def pages(request: Callable[..., Any], field: str, **options: Any) -> Iterator[Any]:
+    """All objects of one of the API's listings.
+
+    Raises:
+        StageError: a page that names one before it as the next.
+    """
+    token, seen = "", {""}
+    while True:
+        page = request(page_token=token, **options)
+        yield from getattr(page, field) or []
+        token = page.next_page_token
+        if not token:
+            return
+        if token in seen:
+            raise StageError(
+                f"Pipelines lists {field} without an end: a page is the next of itself or of a "
+                "later one",
+                Code.SERVER_ERROR,
+            )
+        seen.add(token)
 
 
 def run_state(run: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe_base.storage import digest, sha256
-from pipelines.cluster.server import Client
+from pipelines.cluster.server import Client, pages
 from pipelines.steps.resources import Variant
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,14 +73,7 @@ def upload(
 def find(listing: Callable[..., Any], field: str, name: str, **options: Any) -> list[Any]:
     """All objects with a display name from a listing request of the API."""
     predicate = {"operation": EQUALS, "key": "display_name", "stringValue": name}
-    items: list[Any] = []
-    token = ""
-    while True:
-        page = listing(filter=json.dumps({"predicates": [predicate]}), page_token=token, **options)
-        items += getattr(page, field) or []
-        token = page.next_page_token
-        if not token:
-            return items
+    return list(pages(listing, field, filter=json.dumps({"predicates": [predicate]}), **options))
 
 
 def experiment_id(client: Client, name: str) -> str:

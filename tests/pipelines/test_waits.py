@@ -1,8 +1,11 @@
 """A server that accepts connections and never answers, and refusals in the server's own words."""
 
+import base64
+import json
 import socket
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +19,7 @@ from lathe_launch.cluster import access, api, nodes
 from lathe_launch.cluster.api import Cluster
 from pipelines.cluster import kube_context, registry, server
 from pipelines.cluster.pods import open_pods
-from pipelines.cluster.server import TokenFile, answers, connect
+from pipelines.cluster.server import TokenFile, answers, connect, pages, token_expiry
 from tests.support import silent
 from tests.support.errors import raises
 
@@ -152,3 +155,27 @@ def test_a_rejected_token_is_tried_again_if_it_was_good_before(monkeypatch, acce
     with raises(Code.UNAUTHORIZED, "Unauthorized"):
         cluster.ask(call)
     assert len(asked) == api.REJECTED_ATTEMPTS and now[0] < 15
+
+
+def test_a_listing_without_an_end_is_an_error() -> None:
+    following = {"": "a", "a": "b", "b": "a"}
+
+    def request(page_token: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(runs=[page_token], next_page_token=following[page_token])
+
+    with raises(Code.SERVER_ERROR, "runs", kind=StageError):
+        list(pages(request, "runs"))
+    following["b"] = ""
+    assert list(pages(request, "runs", size=2)) == ["", "a", "b"]
+
+
+def test_a_token_says_when_it_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token = tmp_path / "token"
+    monkeypatch.setenv("LATHE_KFP_TOKEN_FILE", str(token))
+    assert token_expiry() is None
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": 1_800_000_000}).encode()).decode()
+    token.write_text(f"head.{claims.rstrip('=')}.signature\n")
+    assert token_expiry() == datetime(2027, 1, 15, 8, tzinfo=UTC)
+    for other in ("opaque", "a.b.c", f"a.{base64.urlsafe_b64encode(b'[1]').decode()}.c"):
+        token.write_text(other)
+        assert token_expiry() is None
