@@ -40,8 +40,8 @@ from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 
-COPIES = 2.0
-"""Memory that scoring and cutting need, in multiples of the weights: what is left is a copy."""
+COPIES = 4.0
+"""Memory that scoring and cutting need, in multiples of the weights; not measured on a GPU."""
 
 
 @attested("prune", "model", "data", "teacher")

@@ -42,8 +42,8 @@ from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 
-COPIES = 1.5
-"""Memory that calibration and GPTQ need, in multiples of the weights."""
+COPIES = 4.0
+"""Memory that calibration and GPTQ need, in multiples of the weights; not measured on a GPU."""
 CACHE_BYTES = 2**30
 """Upper bound of the key-value cache: rows that fit are generated together, since on a CPU a step
 of many rows takes little longer than one of a few."""

@@ -9,7 +9,7 @@ from tests.hostile.child import Outcome
 from tests.hostile.sandbox import Entry, added, altered, outside
 
 SLOW_SECONDS = 15
-ERROR = re.compile(r"^(?:\[lathe\] )?(?:error|preempted): (?!\s*hint:)", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[lathe\] )?(?:error\[[a-z-]+\]|preempted): (?!\s*hint:)", re.MULTILINE)
 Finding = tuple[str, str]
 
 

@@ -395,11 +395,7 @@ def test_an_image_gets_exactly_its_lock_file(machine: Machine, tmp_path: Path) -
 )
 def test_every_lock_file_resolves_on_arm(lock: str, tmp_path: Path) -> None:
     # paddlepaddle-gpu and CUDA 11 have no other wheels, and some packages of vLLM's neither.
-    only_x86 = {
-        "images/paddle/cuda.lock",
-        "images/serve-vllm/requirements.lock",
-        "images/serve-vllm/cuda.lock",
-    }
+    only_x86 = {"images/paddle/cuda.lock", "images/serve-vllm/requirements.lock"}
     text = (ROOT / lock).read_text()
     wanted = tmp_path / "requirements.txt"
     # Only PyTorch's index has the hash of the CPU build for Arm.

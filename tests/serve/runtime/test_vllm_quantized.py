@@ -21,6 +21,7 @@ from lathe_base.errors import StageError, UserError
 from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.vllm_engine import cpu_settings
 from tests.serve.runtime.test_vllm import answer
+from tests.support import environments
 from tests.support.families import make, save
 from tests.support.vllm_process import VLLMProcess
 
@@ -80,7 +81,13 @@ def test_a_format_without_kernels_is_refused_by_name(
         assert cpu_settings(folder)["dtype"] == dtype
 
 
+@pytest.fixture
+def _vllm() -> None:
+    environments.require("vllm")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_vllm")
 @pytest.mark.parametrize("quantized", SERVED, indirect=True)
 def test_the_proof_holds_in_vllm(quantized: Quantized) -> None:
     proof = prove_files(quantized.checkpoint, quantized.folder, "vllm", TOKENS.tolist(), 8)
@@ -90,6 +97,7 @@ def test_the_proof_holds_in_vllm(quantized: Quantized) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_vllm")
 @pytest.mark.parametrize("quantized", ["dynamic INT8"], indirect=True)
 def test_the_proof_of_a_refused_format_says_why(
     quantized: Quantized, capfd: pytest.CaptureFixture[str]
@@ -102,6 +110,7 @@ def test_the_proof_of_a_refused_format_says_why(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_vllm")
 @pytest.mark.parametrize("quantized", SERVED, indirect=True)
 @torch.no_grad()
 def test_greedy_texts_are_those_of_transformers_but_for_ties(quantized: Quantized) -> None:
