@@ -44,7 +44,7 @@ class Finding:
             values = json.loads(line)
             code = Code(values.pop("code", Code.FAILED))  # a doctor of an older image has none
             return cls(**values, code=code)
-        except (ValueError, TypeError, AttributeError, KeyError):
+        except (ValueError, TypeError, AttributeError):
             return None
 
 

@@ -89,6 +89,14 @@ class Code(StrEnum):
     UNSAFE = "unsafe", "Loading it could run code, or would write outside of its folder."
 
 
+def parse_code(value: str, default: Code) -> Code:
+    """The code with this value; `default` for one that this version does not know."""
+    try:
+        return Code(value)
+    except ValueError:
+        return default
+
+
 SECRETS = re.compile(
     r"(?<=://)[^/\s@]+(?=@)"
     r"|(?<=[?&])((?:x-(?:amz|goog)-\w[\w-]*|\w*(?:token|signature|secret|password|key)|sig)=)[^&\s'\"]+",
@@ -307,7 +315,7 @@ MESSAGE = re.compile(r"(?:error\[([a-z-]+)\]|preempted): ")
 def code_in(output: str) -> Code:
     """The code of the last message in the output of another process; `failed` if it has none."""
     named = [match[1] or Code.PREEMPTED for match in MESSAGE.finditer(output)]
-    return Code(named[-1]) if named and named[-1] in set(Code) else Code.FAILED
+    return parse_code(named[-1], Code.FAILED) if named else Code.FAILED
 
 
 def _here() -> str | None:

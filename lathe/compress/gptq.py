@@ -154,7 +154,8 @@ def _rounded_rows(
     """`round_columns` for some rows, given the grid of every entry, both (O, I), the order of
     columns, and the factor of the inverse Hessian in that order."""
     scale, (low, high) = grid.scale, fmt.range
-    zero = torch.as_tensor(grid.zero_point).expand_as(weight)
+    zero = torch.as_tensor(grid.zero_point, dtype=weight.dtype, device=weight.device)
+    zero = zero.expand_as(weight)
     pinned, nearest = _pinned(weight, fmt, scale)
     rest, rounded = weight[:, order], torch.empty_like(weight)
     # The columns that are not rounded yet make up for the error of each that is: at once within a

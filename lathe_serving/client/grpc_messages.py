@@ -8,7 +8,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2  # type: ignore[import-untyped]
 from tritonclient.utils import deserialize_bytes_tensor  # type: ignore[import-untyped]
 
-from lathe_base.errors import Code, StageError, UserError
+from lathe_base.errors import Code, StageError, UserError, parse_code
 from lathe_serving.client.transport import Parameter
 from lathe_serving.runtime.protocol import CODE, Chunk
 
@@ -129,8 +129,7 @@ def refusal(message: str) -> Exception:
     if not hint:
         return StageError(message, Code.SERVER_ERROR)
     # A server of another version may send none, or one that is unknown here.
-    known = {one.value: one for one in Code}
-    return UserError(what, hint, known.get(code, Code.INVALID_REQUEST))
+    return UserError(what, hint, parse_code(code, Code.INVALID_REQUEST))
 
 
 def _numbers(raw: dict[str, bytes], name: str, kind: type[Any] = np.int64) -> list[Any]:
