@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe.model.config import GPTConfig
-from lathe.model.lineage import training_origin
+from lathe.model.folder import training_origin
 from lathe.train.batches import open_data
 from lathe.train.result import (
     TrainResult,

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from lathe.model.architecture import Rope
 from lathe.model.config import GPTConfig
 from lathe.model.families import QWEN2
-from lathe.model.rope import Rope
 from tests.support import warm
 from tests.support.small_export import UNIFORM, make_model, random_tokens, save
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from lathe.export.attention import MICROSOFT, PARTS, mixed_inputs, padded_head
+from lathe.model.architecture import Rope
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
-from lathe.model.rope import Rope
 from lathe_serving.runtime.exported_model import PREFIX_LENGTH
 
 Weight = NDArray[np.float32] | NDArray[np.float16]

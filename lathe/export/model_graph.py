@@ -41,10 +41,10 @@ from onnx import TensorProto
 from lathe.export.attention import LayerHeads, PaddedHead, attention_node, padded_head
 from lathe.export.graph import Graph, Weight
 from lathe.export.weight_formats import embedding, head, linear, positions
+from lathe.model.architecture import Rope
+from lathe.model.block import frequencies
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
-from lathe.model.rope import Rope
-from lathe.model.rotary import frequencies
 
 RMS_OPSET = 23
 """The first opset with RMSNormalization."""

@@ -8,10 +8,15 @@ input are fused.
 The rows of the fused query, key and value matrix are ordered by key-value heads, each one's n query
 heads, key and value together (Megatron-LM's order), so that a slice of rows is a slice of heads.
 Those of a gated FFN's first matrix are ordered by channels, each one's gate first.
+
+Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) are those of Hugging Face's Llama:
+feature i of a query or key is rotated with feature i + n / 2 of the n rotated ones. Angles, cosines
+and sines are float32.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,13 +27,17 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-from lathe.model.architecture import Linear
+from lathe.model.architecture import Linear, Rope
 from lathe.model.config import GPTConfig
-from lathe.model.rotary import rotate, rotation
 
 Mask = Tensor | tuple[int, ...]
 """What queries may attend to: (B, 1, T, S) True where they may; or the sizes of the documents in
 the rows, row by row: attention is causal within each document."""
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of every token, (T, n_rotated) or (B, 1, T, n_rotated)."""
+
+MIN_TABLE_TOKENS = 256
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -59,6 +68,78 @@ class KVCache:
         """Replace row i by a copy of row `index[i]`; there may be more rows than before."""
         self.keys = [k.index_select(0, index) for k in self.keys]
         self.values = [v.index_select(0, index) for v in self.values]
+
+
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per position, (n_rotated / 2,) float32."""
+    n = rope.n_rotated(head_dim)
+    exponents = torch.arange(0, n, 2, dtype=torch.int64).float() / n
+    plain = 1.0 / rope.theta**exponents
+    scaling = rope.scaling
+    if scaling is None or scaling.rope_type == "dynamic":
+        return plain
+    if scaling.rope_type == "longrope":
+        return plain / torch.tensor(scaling.short_factor)
+    slow = plain / scaling.factor
+    if scaling.rope_type == "linear":
+        return slow
+    original = scaling.original_max_position_embeddings
+    if scaling.rope_type == "yarn":
+        # A ramp between the features that have `beta_fast` and `beta_slow` periods in the original
+        # length: feature i has p of them where theta ** (2 i / n) = original / (2 pi p).
+        first, last = (
+            n * math.log(original / (2 * math.pi * periods)) / (2 * math.log(rope.theta))
+            for periods in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, n - 1)
+        width = last - first or 0.001  # transformers' way around a division by zero
+        share = 1 - ((torch.arange(n // 2).float() - first) / width).clamp(0, 1)
+    else:  # llama3: the same, linear in the number of periods
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        periods = original * plain / (2 * math.pi)
+        share = ((periods - low) / (high - low)).clamp(0, 1)
+    return (1 - share) * slow + share * plain  # share: of the unchanged frequency
+
+
+def rotary_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
+    """The rotation of `length` tokens from 0; a constant of compiled code (`Engine.compile`)."""
+    return _cached_table(rope, head_dim, length, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Rotation:
+    with torch.inference_mode(False):  # gradients may be wanted of what it rotates
+        angles = torch.outer(torch.arange(length).float(), frequencies(rope, head_dim))
+        twice = torch.cat((angles, angles), -1)  # for both halves of a head
+        cos, sin, factor = twice.cos(), twice.sin(), rope.attention_factor
+        if factor != 1:
+            cos, sin = cos * factor, sin * factor
+        return cos.to(device), sin.to(device)
+
+
+def rotation(
+    rope: Rope, head_dim: int, device: torch.device, tokens: range, positions: Tensor | None
+) -> Rotation:
+    """The rotation of the tokens at `positions` (B, T), below `tokens.stop`, or else at
+    `tokens`."""
+    # A power of two, so that a growing text needs few tables.
+    length = max(MIN_TABLE_TOKENS, 1 << (tokens.stop - 1).bit_length())
+    cos, sin = rotary_table(rope, head_dim, length, device)
+    if positions is None:
+        return cos[tokens.start : tokens.stop], sin[tokens.start : tokens.stop]
+    return cos[positions][:, None], sin[positions][:, None]
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotate heads (B, H, T, D)."""
+    cos, sin = by
+    n = cos.shape[-1]
+    rotated, kept = x[..., :n].float(), x[..., n:]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = (rotated * cos + torch.cat((-second, first), -1) * sin).type_as(x)
+    return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
 
 
 class Attention(nn.Module):
@@ -117,25 +198,9 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """The heads' outputs (B, T, H D), which the second linear reads."""
-        q, k, v = self._heads(self.qkv(x))
-        if self.rope is not None:
-            start = cache.length if cache else 0 if self.prefix is None else self.prefix.shape[2]
-            tokens = range(start, start + q.shape[2])
-            by = rotation(self.rope, self.head_dim, q.device, tokens, positions)
-            q, k = rotate(q, by), rotate(k, by)
-        prefix = self.prefix if cache is None else None
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        if self.recompute_core and torch.is_grad_enabled():
-            y = checkpoint(self._core, q, k, v, mask, prefix, use_reentrant=False)
-        else:
-            y = self._core(q, k, v, mask, prefix)
-        heads: Tensor = y.transpose(1, 2).flatten(2)
-        return heads
-
-    def _heads(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Queries (B, H, T, D), keys and values (B, G, T, D) of the rows (B, T, (H + 2 G) D)."""
+        # Split the rows (B, T, (H + 2 G) D), group by group, into queries, keys and values.
         n = self.per_group
+        rows = self.qkv(x)
         groups = rows.view(*rows.shape[:2], -1, n + 2, self.head_dim)  # (B, T, G, n + 2, D)
         qkv = torch.split(groups, [n, 1, 1], 3)
         if self.norms:  # per head, or over all heads of a token
@@ -144,14 +209,37 @@ class Attention(nn.Module):
                 norm, rows = getattr(self, name), part.flatten(2) if self.norms_whole else part
                 normed.append(norm(rows).view_as(part))
             qkv = *normed, qkv[2]
-        return tuple(part.flatten(2, 3).transpose(1, 2) for part in qkv)
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in qkv)  # (B, H or G, T, D)
+        if self.rope is not None:
+            start = cache.length if cache else 0 if self.prefix is None else self.prefix.shape[2]
+            tokens = range(start, start + q.shape[2])
+            by = rotation(self.rope, self.head_dim, q.device, tokens, positions)
+            q, k = rotate(q, by), rotate(k, by)
+        prefix = self.prefix if cache is None else None  # a cache begins with it: `GPT.new_cache`
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        if self.recompute_core and torch.is_grad_enabled():  # scores (T, T) are not kept
+            y = checkpoint(self._core, q, k, v, mask, prefix, use_reentrant=False)
+        else:
+            y = self._core(q, k, v, mask, prefix)
+        heads: Tensor = y.transpose(1, 2).flatten(2)
+        return heads
 
     def _core(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, prefix: Tensor | None
     ) -> Tensor:
-        if isinstance(mask, tuple) and prefix is None and self._has_varlen(v):
-            return self._varlen(q, k, v, mask)
+        """The heads' outputs (B, H, T, D) of queries (B, H, T, D), keys and values (B, G, S, D)."""
+        dropout = self.dropout if self.training else 0.0
         if isinstance(mask, tuple):
+            # FlashAttention takes documents of any lengths, in half precision from Ampere on.
+            if (
+                prefix is None
+                and v.is_cuda
+                and v.dtype in (torch.float16, torch.bfloat16)
+                and not dropout
+                and torch.cuda.get_device_capability(v.device) >= (8, 0)
+            ):
+                return self._varlen(q, k, v, mask)
             # A kernel for each document takes no mask, and no time for what a mask would hide.
             rows = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # (1, H, B T, D)
             apart = zip(*(torch.split(x, list(mask), 2) for x in rows), strict=True)
@@ -160,10 +248,9 @@ class Attention(nn.Module):
         if prefix is not None:
             first_k, first_v = prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
             k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
-        dropout = self.dropout if self.training else 0.0
         new, known = q.shape[2], k.shape[2]
         is_local = self.window is not None and known > self.window
-        # `is_causal` would align the first query and key.
+        # `is_causal` would align the first query and key: with earlier keys it needs a mask.
         if mask is None and new > 1 and (is_local or new < known):
             mask = torch.ones(new, known, dtype=torch.bool, device=q.device).tril(known - new)
         if is_local:
@@ -172,24 +259,10 @@ class Attention(nn.Module):
             near = near.triu(known - new - self.window + 1)
             mask = near if mask is None else mask & near
         return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            dropout,
+            *(q, k, v, mask, dropout),
             is_causal=mask is None and new > 1,
             scale=self.scale,
             enable_gqa=self.per_group > 1,
-        )
-
-    def _has_varlen(self, v: Tensor) -> bool:
-        """Whether FlashAttention for sequences of any lengths can compute with values `v`."""
-        drops = self.dropout and self.training
-        return (
-            v.is_cuda
-            and v.dtype in (torch.float16, torch.bfloat16)
-            and not drops
-            and torch.cuda.get_device_capability(v.device) >= (8, 0)
         )
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -214,6 +287,7 @@ class Attention(nn.Module):
 def document_bounds(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Where each document begins among the tokens of all, and where the last one ends: (n + 1,)
     int32."""
+    # From pinned memory the copy does not wait for the kernels that are queued.
     bounds = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
     return bounds.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else bounds
 
@@ -348,16 +422,15 @@ class Block(nn.Module):
     @property
     def halves(self) -> tuple[Half, Half]:
         """The two residual branches."""
+
+        def norm(name: str) -> nn.Module:
+            return getattr(self, name) if name else _NO_NORM
+
         first, second = (
-            Half(self._norm(norm), getattr(self, part), self._norm(output_norm))
-            for norm, part, output_norm in zip(
-                self.norms, self.names, self.output_norms, strict=True
-            )
+            Half(norm(before), getattr(self, part), norm(after))
+            for before, part, after in zip(self.norms, self.names, self.output_norms, strict=True)
         )
         return first, second
-
-    def _norm(self, name: str) -> nn.Module:
-        return getattr(self, name) if name else _NO_NORM
 
     def forward(
         self,

@@ -128,6 +128,7 @@ def history_steps(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
     recipe, step = meta.get("recipe", {}), meta.get("metrics", {}).get("step")
     stage = meta.get("stage")
     compress = recipe.get("Compress", {})
+    # A head size that may differ from hidden size / heads does not tell how many there were.
     full = None if config.architecture.has_head_dim else config.n_embd // config.head_dim
     if stage == "prune" or set(config.n_head) != {full or config.n_head[0]}:
         how = compress.get("Prune", {}).get("criterion")
@@ -195,17 +196,18 @@ def describe_formats(config: GPTConfig) -> dict[str, str]:
         by_format.setdefault(str(linear_format or "float"), []).append(name)
     if plan and plan.position_embedding:
         by_format["INT8 per position"] = [config.architecture.embeddings[1]]
-    return {fmt: _linears(names, config.n_layer) for fmt, names in by_format.items()}
+    return {fmt: abbreviated(names, config.n_layer) for fmt, names in by_format.items()}
 
 
-def _linears(names: Iterable[str], n_layer: int) -> str:
-    """Linears, abbreviated: `attn.c_attn (blocks 0-3, 5), lm_head`."""
+def abbreviated(names: Iterable[str], n_layer: int) -> str:
+    """Paths of linears in few words: `attn.c_attn (blocks 0-3, 5), lm_head`."""
     blocks: dict[str, list[int]] = {}
     for name in names:
         _, block, linear = name.split(".", 2) if "." in name else ("", "", name)
         blocks.setdefault(linear, []).extend([int(block)] if block else [])
     parts = []
     for linear, layers in blocks.items():
+        # Within a run of consecutive blocks, block and position grow alike.
         runs = [
             [block for _, block in run]
             for _, run in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])

@@ -73,6 +73,7 @@ def load_checkpoint(folder: Path | str | CheckpointFolder) -> Checkpoint:
     """
     source = open_folder(folder).verified
     require_size(source.weights, source.config)
+    # Without memory: the tensors of the files become the parameters.
     with torch.device("meta"):
         model = GPT(source.config)
     model.load_state_dict(_read_weights(source.weights, source.config), assign=True)
@@ -126,21 +127,20 @@ def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]
     require_fit(files[0], {name: tensor.shape for name, tensor in tensors.items()}, wanted)
     with torch.device("meta"):
         names = list(GPT(config).state_dict())
-    return {name: _assembled(name, tensors, config, files[0]) for name in names}
-
-
-def _assembled(name: str, tensors: dict[str, Tensor], config: GPTConfig, path: Path) -> Tensor:
-    """A parameter assembled from the files' tensors, which are removed from `tensors`."""
-    family, parts = config.architecture, []
-    for stored in family.stored_names(name):
-        part = tensors.pop(stored).float()  # popped, so that a model is not in memory twice
-        if not all(extreme.isfinite() for extreme in part.aminmax()):
-            raise non_finite(path, stored)
-        parts.append(part.T if family.is_conv1d(name) else part)
-    if fused := fused_apart(config, name):
-        groups, sizes = fused
-        parts = [join_rows(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
-    return parts[0].contiguous()
+    state = {}
+    for name in names:
+        parts = []
+        for stored in family.stored_names(name):
+            part = tensors.pop(stored).float()  # popped, so that a model is not in memory twice
+            # The extremes of a tensor with NaN are NaN: no mask of its size is needed.
+            if not all(extreme.isfinite() for extreme in part.aminmax()):
+                raise non_finite(files[0], stored)
+            parts.append(part.T if family.is_conv1d(name) else part)
+        if fused := fused_apart(config, name):
+            groups, sizes = fused
+            parts = [join_rows(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
+        state[name] = parts[0].contiguous()
+    return state
 
 
 def fused_apart(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:

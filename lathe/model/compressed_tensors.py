@@ -4,28 +4,33 @@ A quantized linear has integers, as `weight` (int8) or packed into int32 as `wei
 `weight_scale` and perhaps `weight_zero_point`, with one scale per tensor, per row or per group of
 inputs. `config_groups` in `config.json` say which, and tensors that disagree are rejected. Weights
 are dequantized; scales of activations and of the KV cache are dropped.
+
+Source: the package `compressed-tensors`, `quantization/quant_config.py` and `utils/match.py`.
 """
 
 import json
 import logging
+import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lathe.data.chat_template import FIX, sample_chat
+from lathe.model.architecture import Architecture
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.compressed_schemes import Schemes, WeightScheme, read_schemes
-from lathe.model.config import GPTConfig
+from lathe.model.config import COMPRESSED_TENSORS, QUANTIZED_HINT, GPTConfig
 from lathe.model.folder import WEIGHTS, weight_files
-from lathe_base.artifacts.kinds import CHECKPOINT, read_json
+from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
@@ -48,6 +53,12 @@ RUNTIME = {
 """Last words of names of activation scales, among them the KV cache's."""
 HINT = "copy the folder again"
 CONFIG_HINT = "use the config.json that belongs to these weights"
+FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
+SUPPORTED = {"type": ("int",), "num_bits": (4, 8), "strategy": ("tensor", "channel", "group")}
+"""Attributes of a `WeightScheme` -> the values that Lathe imports."""
+INTEGERS = "give a folder with integer weights of 4 or 8 bits, with scales per tensor, row or group"
+LINEAR, EMBEDDING = ("Linear", "Module"), ("Embedding", "Module")
+"""Names of a module's class and its parents, which a target may be."""
 
 
 @attested("import", "source")
@@ -60,6 +71,7 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
     """
     claim_output_folder(output, CHECKPOINT, source)
     values = read_json(source / "config.json", "give the folder of a Hugging Face model")
+    # Without the key, `config.json` is that of the float model, and is checked as such.
     plain_values = {k: x for k, x in values.items() if k != "quantization_config"}
     family = GPTConfig.from_json(plain_values, f"{source}/config.json").architecture
     schemes = read_schemes(values, family, source)
@@ -75,6 +87,7 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
             "computes inputs, keys and values in float",
             *(source, len(dropped), dropped[0]),
         )
+    # A float folder is written and loaded as any other, so that it passes the same checks.
     with TemporaryDirectory(prefix="lathe-import-") as folder:
         plain = Path(folder)
         for path in source.iterdir():  # tokenizer, chat template, ends of a text
@@ -85,6 +98,7 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
         try:
             checkpoint = load_checkpoint(plain)
         except UserError as error:
+            # The user has never seen the temporary folder.
             raise UserError(
                 error.what.replace(str(plain), str(source)), error.hint, error.code
             ) from error
@@ -93,6 +107,144 @@ def import_compressed_tensors(recipe: Recipe, source: Path, output: Path) -> GPT
         with atomic_folder(output, CHECKPOINT) as work:
             save_checkpoint(work, checkpoint.model, checkpoint.tokenizer, "import", recipe)
     return checkpoint.model.config
+
+
+class WeightScheme(BaseModel):
+    """How the weights of a group's linears are quantized; the defaults are the package's."""
+
+    model_config = ConfigDict(strict=True)
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    strategy: str | None = None
+    group_size: int | None = None
+
+    @model_validator(mode="after")
+    def _with_strategy(self) -> "WeightScheme":
+        size = self.group_size
+        if self.strategy is None:
+            self.strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        if self.strategy == "group" and (size is None or size < 1):
+            raise ValueError(f"strategy is group, but group_size is {size}")
+        return self
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The lowest and the highest integer."""
+        return -(2 ** (self.num_bits - 1)), 2 ** (self.num_bits - 1) - 1
+
+    def n_groups(self, columns: int) -> int | None:
+        """Number of scales of a row with this many inputs; None if they do not fill the groups."""
+        if self.strategy != "group":
+            return 1
+        assert self.group_size is not None
+        return None if columns % self.group_size else columns // self.group_size
+
+
+class _SchemeGroup(BaseModel):
+    targets: list[str]
+    weights: WeightScheme | None = None
+
+
+class _Quantization(BaseModel):
+    config_groups: dict[str, _SchemeGroup]
+    ignore: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """The schemes of a folder's linears.
+
+    Attributes:
+        by_target: target (a path, `re:` and an expression for paths, or a class) -> the group's
+            name and its scheme, None if its weights are not quantized.
+        ignore: targets of modules that are not quantized.
+        embeddings: paths of the embeddings; all other matrices are linears.
+    """
+
+    by_target: Mapping[str, tuple[str, WeightScheme | None]]
+    ignore: Collection[str]
+    embeddings: Collection[str]
+
+    def find(self, path: str) -> tuple[str, WeightScheme] | None:
+        """The name of the group of a module and its scheme, of the most specific target: a path
+        before an expression before a class. None if its weights are not quantized."""
+        classes = EMBEDDING if path in self.embeddings else LINEAR
+        if any(_names(target, path) or target in classes for target in self.ignore):
+            return None
+        # False sorts before True: paths, then expressions; classes are appended.
+        targets = sorted(self.by_target, key=lambda target: ("re:" in target, target))
+        named = [target for target in targets if _names(target, path)]
+        named += [target for target in targets if target in classes]
+        name, scheme = self.by_target[named[0]] if named else ("", None)
+        return None if scheme is None else (name, scheme)
+
+
+def _names(target: str, path: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), path) is not None
+    return target == path
+
+
+def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) -> Schemes:
+    """Read the schemes from the values of a `config.json`.
+
+    Raises:
+        UserError: another quantization method, weights that are not integers of 4 or 8 bits, or
+            online rotations.
+    """
+    config = values.get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if method != COMPRESSED_TENSORS:
+        raise UserError(
+            f"{source}: quant_method is {method!r}, but Lathe imports {COMPRESSED_TENSORS} only",
+            QUANTIZED_HINT
+            if method
+            else "pass an ordinary checkpoint folder directly to the command that needs it",
+            Code.UNSUPPORTED,
+        )
+    assert isinstance(config, dict)
+    if config.get("format") not in FORMATS:
+        raise UserError(
+            f"{source}: format is {config.get('format')!r}, not one of {', '.join(FORMATS)}",
+            "give a folder with integer weights",
+            Code.UNSUPPORTED,
+        )
+    if transforms := config.get("transform_config") or values.get("transform_config"):
+        groups = transforms.get("config_groups", {}) if isinstance(transforms, dict) else {}
+        raise UserError(
+            f"{source}: transform_config has rotations ({', '.join(groups) or 'unnamed'}), which "
+            "are applied online and which Lathe does not compute",
+            "give a checkpoint that was quantized without SpinQuant, QuIP or other transforms",
+            Code.UNSUPPORTED,
+        )
+    where = f"{source}: quantization_config"
+    parsed = checked(config, _Quantization, where, INTEGERS)
+    by_target: dict[str, tuple[str, WeightScheme | None]] = {}
+    for name, group in parsed.config_groups.items():
+        for key, supported in SUPPORTED.items():
+            if group.weights and (value := getattr(group.weights, key)) not in supported:
+                raise UserError(
+                    f"{source}: {key} of the weights of {name} is {value!r}, but Lathe imports "
+                    f"only {', '.join(map(str, supported))}",
+                    INTEGERS,
+                    Code.UNSUPPORTED,
+                )
+        by_target |= dict.fromkeys(group.targets, (name, group.weights))
+    for target in (*by_target, *(parsed.ignore or ())):
+        if target.startswith("re:"):
+            try:
+                re.compile(target.removeprefix("re:"))
+            except re.error as error:
+                raise UserError(
+                    f"{source}: target {target!r} is not a regular expression: {error}",
+                    "copy the folder again",
+                    Code.MALFORMED,
+                ) from None
+    tables = [f"{name}.weight" for name in family.embeddings]
+    embeddings = [family.stored_name(name).removesuffix(".weight") for name in tables]
+    return Schemes(by_target, parsed.ignore or (), embeddings)
 
 
 def dequantized(
@@ -113,28 +265,25 @@ def dequantized(
             "weight" in parts and parts["weight"].dtype == torch.int8
         )
         if not is_quantized:
-            _require_float(name, parts, schemes, source)
+            # Passed on as it is, if by its name and by config_groups it is not quantized either.
+            if kind in KEYS and kind != "weight":
+                raise UserError(
+                    f"{source}: {path} has {kind}, but no integers", HINT, Code.INCOMPLETE
+                )
+            match = schemes.find(path) if kind == "weight" and tensor.dim() == 2 else None
+            if match is not None:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{source}: {name} is {dtype}, but {match[0]} of config_groups says "
+                    f"{match[1].num_bits} bits",
+                    CONFIG_HINT,
+                    Code.MISMATCH,
+                )
             yield name, tensor
         elif kind in ("weight_packed", "weight"):
             yield f"{path}.weight", _dequantized(path, parts, schemes, source)
         elif kind not in KEYS:
             yield name, tensor
-
-
-def _require_float(name: str, parts: Mapping[str, Tensor], schemes: Schemes, source: Path) -> None:
-    """Raise UserError unless a tensor belongs to a module that is not quantized."""
-    path, _, kind = name.rpartition(".")
-    if kind in KEYS and kind != "weight":
-        raise UserError(f"{source}: {path} has {kind}, but no integers", HINT, Code.INCOMPLETE)
-    match = schemes.find(path) if kind == "weight" and parts["weight"].dim() == 2 else None
-    if match is not None:
-        dtype = str(parts["weight"].dtype).removeprefix("torch.")
-        raise UserError(
-            f"{source}: {name} is {dtype}, but {match[0]} of config_groups says "
-            f"{match[1].num_bits} bits",
-            CONFIG_HINT,
-            Code.MISMATCH,
-        )
 
 
 def _dequantized(path: str, parts: Mapping[str, Tensor], schemes: Schemes, source: Path) -> Tensor:
@@ -162,7 +311,12 @@ def _dequantized(path: str, parts: Mapping[str, Tensor], schemes: Schemes, sourc
             )
     linear = _Linear(path, parts, group, scheme, source)
     scales = linear.part("weight_scale", linear.scale_shapes)
-    return _float(linear.integers(), scales, linear.zero_points())
+    values, zeros = linear.integers(), linear.zero_points()
+    # Scales (), (1), (O), (O, 1) or (O, groups) -> (1 or O, groups), one for `size` inputs each.
+    scales = scales.float().reshape(-1, scales.shape[-1] if scales.dim() > 1 else 1)
+    size = values.shape[1] // scales.shape[1]
+    offset = 0 if zeros is None else zeros.reshape(scales.shape).repeat_interleave(size, 1).float()
+    return (values.float() - offset) * scales.repeat_interleave(size, 1)
 
 
 @dataclass(frozen=True)
@@ -239,6 +393,7 @@ class _Linear:
         if not self.is_packed or self.scheme.strategy == "tensor":
             return self.part("weight_zero_point", self.scale_shapes)
         rows = self.shape[0]
+        # Packed along the rows, whereas weights are packed along their inputs.
         words = self.part("weight_zero_point", [(self._words(rows), self.n_groups)])
         return unpacked(words.T, self.scheme.num_bits).T[:rows]
 
@@ -262,14 +417,6 @@ class _Linear:
             CONFIG_HINT,
             Code.MISMATCH,
         )
-
-
-def _float(values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Integers (O, I) with scales (), (1), (O), (O, 1) or (O, groups) -> (O, I) in float32."""
-    scales = scale.float().reshape(-1, scale.shape[-1] if scale.dim() > 1 else 1)
-    size = values.shape[1] // scales.shape[1]
-    offset = 0 if zero is None else zero.reshape(scales.shape).repeat_interleave(size, 1).float()
-    return (values.float() - offset) * scales.repeat_interleave(size, 1)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

@@ -17,18 +17,22 @@ from lathe.model.architecture import (
     AttentionKind,
     Linear,
     Parts,
+    Rope,
     Units,
 )
-from lathe.model.compressed_schemes import METHOD as COMPRESSED_TENSORS
-from lathe.model.compressed_schemes import QUANTIZED_HINT
 from lathe.model.config_json import parse, read_end_ids, rope_json
 from lathe.model.families import GPT2
 from lathe.model.quantization import QuantizationPlan
-from lathe.model.rope import Rope
 from lathe_base.artifacts.kinds import read_json
 from lathe_base.artifacts.sampling import UNSET, SamplingDefaults, read_sampling_defaults
 from lathe_base.errors import Code, UserError
 
+COMPRESSED_TENSORS = "compressed-tensors"
+"""The `quant_method` of folders that `lathe import` reads."""
+QUANTIZED_HINT = (
+    "give the float checkpoint that it was made from, or a compressed-tensors folder or GGUF file "
+    "of the model, which lathe import reads"
+)
 QUANTIZED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files of quantized folders whose `config.json` may not say so, and their methods."""
 
@@ -112,7 +116,7 @@ class GPTConfig:
     def is_uniform(self) -> bool:
         """Whether HF's class can represent the model: all layers are equal, the number of heads is
         supported, rotary embedding rotates whole heads, and there is no prefix."""
-        if self.prefix_tokens:
+        if self.prefix_tokens:  # HF's caches begin empty
             return False
         is_partial = self.rope is not None and self.rope.partial_rotary_factor < 1
         if is_partial and not self.architecture.rotates_part:
@@ -218,7 +222,16 @@ class GPTConfig:
             yield f"{HEAD}.weight", (self.vocab_size, C)
         for i in range(self.n_layer):
             for linear in family.linears:
-                yield from self._linear_tensors(linear, i)
+                n_in, n_out = self.linear_shape(linear, i)
+                outs = [n_out]
+                if len(linear.files) > 1:  # a tensor for each matrix that the model has fused
+                    outs = [self.layer_widths(i)[part] for part in linear.parts]
+                path = f"{family.block(i)}.{linear.name}"
+                for name, out in zip(family.stored_names(f"{path}.weight"), outs, strict=True):
+                    yield name, (n_in, out) if family.transposed else (out, n_in)
+                if linear.name in self.biased:
+                    names = family.stored_names(f"{path}.bias")
+                    yield from zip(names, ((out,) for out in outs), strict=True)
             for name, size in zip(family.head_norms, self.head_norm_sizes(i), strict=False):
                 yield f"{family.block(i)}.{name}.weight", (size,)
         of_block = (*family.block_norms, *family.output_norms)
@@ -227,17 +240,6 @@ class GPTConfig:
             yield f"{name}.weight", (C,)
             if family.norm == "layer_norm":
                 yield f"{name}.bias", (C,)
-
-    def _linear_tensors(self, linear: Linear, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        n_in, n_out = self.linear_shape(linear, layer)
-        path = f"{self.architecture.block(layer)}.{linear.name}"
-        is_apart = len(linear.files) > 1
-        outs = [self.layer_widths(layer)[part] for part in linear.parts] if is_apart else [n_out]
-        for name, out in zip(self.architecture.stored_names(f"{path}.weight"), outs, strict=True):
-            yield name, (n_in, out) if self.architecture.transposed else (out, n_in)
-        if linear.name in self.biased:
-            biases = self.architecture.stored_names(f"{path}.bias")
-            yield from zip(biases, ((out,) for out in outs), strict=True)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs (multiplications and additions) of a forward and a backward pass per token of a
@@ -383,7 +385,20 @@ def read_config(folder: Path) -> GPTConfig:
             f"{folder}: no config.json", "give the folder of a checkpoint", Code.NOT_FOUND
         )
     values = read_json(path, "copy the checkpoint again")
-    _require_float_weights(values, folder)
+    # Another tool may have quantized the weights, and said so here or in a file of its own.
+    quantization = values.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    methods = [x for file, x in QUANTIZED_BESIDE.items() if (folder / file).is_file()]
+    if quantization is not None or methods:
+        method = method or next(iter(methods), "an unnamed method")
+        raise UserError(
+            f"{path}: quantization_config is of {method}, whose weights Lathe does not compute "
+            "with",
+            f"convert it first: lathe import {folder} --output FOLDER"
+            if method == COMPRESSED_TENSORS
+            else QUANTIZED_HINT,
+            Code.UNSUPPORTED,
+        )
     config = GPTConfig.from_json(values, str(path))
     if "lathe" not in values:
         has_end_ids = config.architecture is not GPT2 and read_end_ids(folder)
@@ -394,21 +409,3 @@ def read_config(folder: Path) -> GPTConfig:
             sampling=read_sampling_defaults(folder),
         )
     return config
-
-
-def _require_float_weights(values: dict[str, Any], folder: Path) -> None:
-    """Raise UserError for a folder that another tool has quantized."""
-    quantization = values.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    methods = [x for file, x in QUANTIZED_BESIDE.items() if (folder / file).is_file()]
-    if quantization is None and not methods:
-        return
-    method = method or next(iter(methods), "an unnamed method")
-    raise UserError(
-        f"{folder / 'config.json'}: quantization_config is of {method}, whose weights Lathe does "
-        "not compute with",
-        f"convert it first: lathe import {folder} --output FOLDER"
-        if method == COMPRESSED_TENSORS
-        else QUANTIZED_HINT,
-        Code.UNSUPPORTED,
-    )

@@ -8,10 +8,19 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
-from lathe.model.architecture import FULL, HEAD, SLIDING, Architecture, AttentionKind
+from lathe.model.architecture import (
+    FULL,
+    HEAD,
+    SCALING_KEYS,
+    SLIDING,
+    Architecture,
+    AttentionKind,
+    Rope,
+    RopeScaling,
+    RopeType,
+)
 from lathe.model.families import ARCHITECTURES, GPT2, find_architecture, why_unsupported
 from lathe.model.quantization import PlanJson
-from lathe.model.rope import SCALING_KEYS, Rope, RopeScaling, RopeType
 from lathe_base.artifacts.kinds import checked, read_json
 from lathe_base.artifacts.sampling import GENERATION, UNSET, SamplingDefaults
 from lathe_base.errors import Code, UserError
@@ -130,9 +139,20 @@ def parse(values: dict[str, Any], source: str) -> ShapeJson:
             Code.MALFORMED,
         )
     names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon", "score_scalar")
-    fields = {n: values[k] for n in names if (k := _key(family, n)) in values}
+    stated = [name for name in names if name in family.keys.values()]
+    fields = {name: values[k] for name in stated if (k := family.key(name)) in values}
     rope = _rope(values, family, source) if family.positions == "rotary" else None
-    _require_one_size(values, family, source)
+    # Some families could have embeddings of another size than hidden states (OPT-350m).
+    sizes = {key: values.get(key) for key, name in family.keys.items() if name == "n_embd"}
+    hidden = values.get(family.key("n_embd"))
+    for key, size in sizes.items():
+        if size not in (None, hidden):
+            raise UserError(
+                f"{source}: {key} is {size}, but Lathe supports {family.key('n_embd')}, {hidden}, "
+                "only",
+                HINT,
+                Code.UNSUPPORTED,
+            )
     if "n_positions" in fields:
         fields["n_positions"] = _longest_text(fields["n_positions"], rope, source)
     n_layer = len(lathe_values["n_head"]) if isinstance(lathe_values.get("n_head"), list) else 0
@@ -150,20 +170,6 @@ def parse(values: dict[str, Any], source: str) -> ShapeJson:
     return checked(whole, ShapeJson, source, HINT)
 
 
-def _require_one_size(values: dict[str, Any], family: Architecture, source: str) -> None:
-    """Raise UserError if embeddings and hidden states differ in size."""
-    sizes = {key: values.get(key) for key, name in family.keys.items() if name == "n_embd"}
-    hidden = values.get(family.key("n_embd"))
-    for key, size in sizes.items():
-        if size not in (None, hidden):
-            raise UserError(
-                f"{source}: {key} is {size}, but Lathe supports {family.key('n_embd')}, {hidden}, "
-                "only",
-                HINT,
-                Code.UNSUPPORTED,
-            )
-
-
 def _longest_text(n_positions: Any, rope: Rope | None, source: str) -> Any:
     """The maximum length of a text: with LongRoPE, the length for which its short factors hold."""
     if rope is None or rope.scaling is None or rope.scaling.rope_type != "longrope":
@@ -178,11 +184,6 @@ def _longest_text(n_positions: Any, rope: Rope | None, source: str) -> Any:
         original,
     )
     return original
-
-
-def _key(family: Architecture, name: str) -> str | None:
-    """The key of a name in `GPTConfig`, if the family has one."""
-    return next((key for key, field in family.keys.items() if field == name), None)
 
 
 def _require_arithmetic(values: dict[str, Any], family: Architecture, source: str) -> None:
@@ -238,25 +239,18 @@ def attention_kinds(
             "set sliding_window, and use_sliding_window to true",
             Code.MISMATCH,
         )
-    local = _local_rope(values, family, rope, source)
+    local = rope  # the rotary embedding of layers with a window
+    if family.local_theta:
+        rope_parameters = values.get("rope_parameters") or {}
+        stated = rope_parameters.get(SLIDING) if isinstance(rope_parameters, dict) else None
+        theta = {"rope_theta": values[family.local_theta]} if family.local_theta in values else {}
+        local = read_rope({**theta, **(stated or {})}, source)
     slides = [window is not None and kind == SLIDING for kind in types] or [False] * n_layer
     kinds = [
         AttentionKind((local if near else rope) if turns else None, window if near else None)
         for near, turns in zip(slides, rotated, strict=True)
     ]
     return kinds if any(kind != AttentionKind(rope) for kind in kinds) else []
-
-
-def _local_rope(
-    values: dict[str, Any], family: Architecture, rope: Rope | None, source: str
-) -> Rope | None:
-    """The rotary embedding of layers with a window."""
-    if not family.local_theta:
-        return rope
-    rope_parameters = values.get("rope_parameters") or {}
-    local = rope_parameters.get(SLIDING) if isinstance(rope_parameters, dict) else None
-    theta = {"rope_theta": values[family.local_theta]} if family.local_theta in values else {}
-    return read_rope({**theta, **(local or {})}, source)
 
 
 def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[str, Any]:
@@ -330,6 +324,7 @@ class _RopeJson(_ConfigPart):
             log = math.log(self.factor) / math.log(self.original_max_position_embeddings)
             return math.sqrt(1 + log)
 
+        # YaRN's 0.1 ln(s) + 1; DeepSeek's models weight the 0.1.
         def mscale(weight: float) -> float:
             return 0.1 * weight * math.log(self.factor) + 1.0
 

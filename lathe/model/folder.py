@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder, for any framework.
+"""The files of a checkpoint folder, for any framework, and the lineage that they state.
 
 They are `config.json`, `model.safetensors` (HF names and layout), `tokenizer.json`, `README.md`
 (the model card), and `lathe.json`, which is written last: a folder that Lathe wrote without it is
@@ -7,6 +7,7 @@ not a checkpoint. Nothing is ever unpickled.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from lathe.data.chat_template import CHAT_FILES
 from lathe.data.sources import named
 from lathe.data.tokenizer import FILES as TOKENIZER_FILES
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer, vocab_size
+from lathe.data.tokens import TokenDataset
 from lathe.model.architecture import HEAD, Architecture
 from lathe.model.card import CARD, README, checkpoint_card
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
 from lathe_base.artifacts.metadata import CheckpointMetadata
-from lathe_base.artifacts.origin import Origin
+from lathe_base.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
 from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError, os_errors
@@ -53,6 +55,8 @@ INDEX = "model.safetensors.index.json"
 HINT = "copy the checkpoint again"
 MARKER_HINT = f"{HINT}, or run the stage that wrote it again"
 MARKER = CHECKPOINT.metadata_file
+SNAPSHOT = re.compile(r"/models--([^/]+)/snapshots/([^/]+)$")
+"""The end of a model's path in the Hugging Face Hub's cache."""
 FLOATS = ("F32", "F16", "BF16", "F64")
 MIN_PARAMETER_BYTES = 2  # bytes of the smallest of them
 
@@ -194,10 +198,11 @@ def resolve(folder: Path | str) -> Path:
     if name.startswith(HUB):
         from huggingface_hub import snapshot_download
 
-        patterns = ["config.json", WEIGHTS, *TOKENIZER_FILES]
-        patterns += [INDEX, "model-*.safetensors", GENERATION, *CHAT_FILES]
+        # Not the pickled weights that many repositories have beside these.
+        wanted = ["config.json", WEIGHTS, *TOKENIZER_FILES]
+        wanted += [INDEX, "model-*.safetensors", GENERATION, *CHAT_FILES]
         try:
-            return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=patterns))
+            return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=wanted))
         except (OSError, ValueError) as error:  # no such model, or no network
             raise UserError(
                 f"{name}: cannot be downloaded: {str(error).splitlines()[0]}",
@@ -206,33 +211,28 @@ def resolve(folder: Path | str) -> Path:
                 Code.NOT_FOUND,
             ) from None
     path = Path(folder)
-    if not (path / "config.json").exists():
-        _require_lathe_checkpoint(path)
+    if not (path / "config.json").exists():  # perhaps a checkpoint of another tool
+        files = [path] if path.is_file() else sorted(path.glob("*"))
+        if gguf := [file for file in files if file.suffix == ".gguf"]:
+            raise UserError(
+                f"{gguf[0]}: a GGUF file",
+                f"convert it first: lathe import {gguf[0]} --output FOLDER",
+                Code.WRONG_KIND,
+            )
+        is_prefix = bool(path.name) and path.with_name(f"{path.name}.pdparams").is_file()
+        for patterns, tool, verb in FOREIGN:
+            is_in_folder = path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
+            if is_in_folder or (is_prefix and verb == "import-paddle"):
+                raise UserError(
+                    f"{path}: a checkpoint of {tool}",
+                    f"convert it first: lathe {verb} {path} --output FOLDER",
+                    Code.WRONG_KIND,
+                )
     if not path.is_dir():
         raise UserError(
             f"{folder}: no such folder", "give the folder of a checkpoint", Code.NOT_FOUND
         )
     return path
-
-
-def _require_lathe_checkpoint(path: Path) -> None:
-    """Raise UserError for a checkpoint of another tool, which has to be imported first."""
-    files = [path] if path.is_file() else sorted(path.glob("*"))
-    if gguf := [file for file in files if file.suffix == ".gguf"]:
-        raise UserError(
-            f"{gguf[0]}: a GGUF file",
-            f"convert it first: lathe import {gguf[0]} --output FOLDER",
-            Code.WRONG_KIND,
-        )
-    is_prefix = bool(path.name) and path.with_name(f"{path.name}.pdparams").is_file()
-    for patterns, tool, verb in FOREIGN:
-        is_in_folder = path.is_dir() and any(any(path.glob(pattern)) for pattern in patterns)
-        if is_in_folder or (is_prefix and verb == "import-paddle"):
-            raise UserError(
-                f"{path}: a checkpoint of {tool}",
-                f"convert it first: lathe {verb} {path} --output FOLDER",
-                Code.WRONG_KIND,
-            )
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
@@ -425,3 +425,70 @@ def write_folder(
             os.replace(work / name, folder / name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def training_origin(parent: Path | None, data: TokenDataset | None) -> Origin:
+    """The origin of a model trained from `parent` on `data`.
+
+    Raises:
+        UserError: `parent` is not a complete checkpoint.
+    """
+    ancestors = read_ancestors(parent) if parent is not None else []
+    return Origin(ancestors=ancestors, data=training_data(data) if data is not None else None)
+
+
+def read_ancestors(folder: Path | CheckpointFolder) -> list[Ancestor]:
+    """The model in `folder` and its ancestors, nearest first.
+
+    Raises:
+        UserError: not a complete checkpoint.
+    """
+    # Not verified here: loading it has compared its files with their digests.
+    opened = open_folder(folder)
+    name, revision = hub_name(opened.path) or (None, None)
+    ancestor = Ancestor(
+        sha256=opened.digest,
+        stage=opened.meta.get("stage"),
+        step=opened.meta.get("metrics", {}).get("step"),
+        hub=name,
+        revision=revision,
+    )
+    return [ancestor, *read_origin(opened.meta, opened.path).ancestors]
+
+
+def hub_name(folder: Path) -> tuple[str, str] | None:
+    """Name and revision of a local folder in the Hugging Face Hub's cache; None elsewhere."""
+    match = SNAPSHOT.search(folder.absolute().as_posix())
+    return (match[1].replace("--", "/"), match[2]) if match else None
+
+
+def read_origin(meta: dict[str, object], folder: Path) -> Origin:
+    """The origin in a checkpoint's metadata; earlier versions recorded only the parent's digest.
+
+    Raises:
+        UserError: an invalid value.
+    """
+    origin_fields = {key: meta[key] for key in ("ancestors", "data") if meta.get(key)}
+    if "ancestors" not in origin_fields and meta.get("parent"):
+        origin_fields["ancestors"] = [{"sha256": meta["parent"]}]
+    return checked(origin_fields, Origin, str(folder / MARKER), "copy the checkpoint again")
+
+
+def training_data(data: TokenDataset) -> TrainingData:
+    """Metadata of a data set and its parts."""
+    return TrainingData(
+        sha256=data.digest,
+        corpora=[
+            Corpus(
+                sha256=part.digest,
+                documents=part.metadata["documents"],
+                tokens=part.metadata["tokens"],
+                text_sha256=(part.metadata.get("made_from") or {}).get("text_sha256"),
+                source=part.metadata.get("source"),
+                license=part.metadata.get("license"),
+                weight=weight,
+                left_out=part.metadata.get("left_out") or {},
+            )
+            for weight, part in data.parts
+        ],
+    )

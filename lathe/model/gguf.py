@@ -33,11 +33,10 @@ from lathe.data.chat_template import define_tokens, sample_chat
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.data.gguf_tokenizer import tokenizer_from_gguf
 from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
-from lathe.model.architecture import Architecture
+from lathe.model.architecture import SCALING_KEYS, Architecture, Rope, RopeScaling
 from lathe.model.config import GPTConfig
 from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
 from lathe.model.folder import non_finite, require_fit, write_folder
-from lathe.model.rope import Rope, RopeScaling
 from lathe_base.artifacts.kinds import CHECKPOINT
 from lathe_base.artifacts.sampling import SamplingDefaults, sampling_defaults
 from lathe_base.config.settings import Recipe
@@ -148,7 +147,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
         )
     try:
         reader = _Reader(path)
-        metadata = {name: _value(field) for name, field in reader.fields.items()}
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        for name, field in reader.fields.items():
+            if field.types == [GGUFValueType.FLOAT32]:  # 1e-5 rather than 9.999999747378752e-06
+                metadata[name] = float(str(np.float32(metadata[name])))
     except OSError as error:
         raise explain_os_error(error, path) from error
     # What the reader raises on broken files: it indexes and reshapes whatever bytes it finds.
@@ -196,15 +198,6 @@ class _Reader(GGUFReader):
                 )
             expected += size + -size % alignment
         super()._build_tensors(start_offs, fields)
-
-
-def _value(field: ReaderField) -> Any:
-    """The value of a key. A float32 becomes the shortest decimal: 1e-5 rather than
-    9.999999747378752e-06."""
-    contents = field.contents()
-    if field.types == [GGUFValueType.FLOAT32]:
-        return float(str(np.float32(contents)))
-    return contents
 
 
 def _config(
@@ -271,6 +264,7 @@ def _config(
     config = replace(config, sampling=_sampling(metadata, source))
     if not isinstance(template, str):
         return config
+    # The template may name tokens by what they are for; the file has their ids.
     hint = "write a valid one: gguf-new-metadata --chat-template-file TEMPLATE OLD.gguf NEW.gguf"
     sample_chat(template, str(source), hint)
     tokens = metadata[f"{TOKENIZER}tokens"]
@@ -339,15 +333,25 @@ def _rope(
     length = gguf_values.get("rope.scaling.original_context_length", 8192)
     kind = gguf_values.get("rope.scaling.type", "none")
     if (tensor := tensors.get(ROPE_FACTORS)) is not None:
+        from lathe.model.block import frequencies  # needs torch
+
+        # llama.cpp stores the divisors of frequencies: those of Llama 3's scaling with the largest
+        # of them as its factor have to be the same.
         factors = _array(tensor, source)
-        scaling = _llama3(theta, factors, length)
-        if scaling is None:
+        llama3 = RopeScaling(
+            "llama3", float(factors.max()), original_max_position_embeddings=length
+        )
+        plain, scaled = (
+            frequencies(Rope(theta, scaling=x), 2 * len(factors)).numpy() for x in (None, llama3)
+        )
+        if not np.allclose(plain / scaled, factors, rtol=1e-3):
             raise UserError(
                 f"{source}: {ROPE_FACTORS} are not the factors of Llama 3.1's rotary embedding",
                 OTHER,
                 Code.UNSUPPORTED,
             )
-        return {"rope_theta": theta, "rope_scaling": scaling}
+        scaling = {key: getattr(llama3, key) for key in SCALING_KEYS["llama3"]}
+        return {"rope_theta": theta, "rope_scaling": {"rope_type": "llama3", **scaling}}
     if kind == "none":
         return {"rope_theta": theta}
     if kind != "linear":
@@ -358,25 +362,6 @@ def _rope(
         )
     factor = gguf_values.get("rope.scaling.factor", 1.0)
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
-
-
-def _llama3(theta: float, factors: NDArray[np.float32], length: int) -> dict[str, Any] | None:
-    """The Llama 3 scaling with these factors; None if the factors are of another kind."""
-    from lathe.model.rotary import frequencies  # needs torch
-
-    scaling = RopeScaling("llama3", float(factors.max()), original_max_position_embeddings=length)
-    plain, scaled = (
-        frequencies(Rope(theta, scaling=x), 2 * len(factors)).numpy() for x in (None, scaling)
-    )
-    if not np.allclose(plain / scaled, factors, rtol=1e-3):
-        return None
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": length,
-    }
 
 
 def _require_plain_heads(gguf_values: Mapping[str, Any], config: GPTConfig, source: Path) -> None:
@@ -398,7 +383,23 @@ def _weights(
     """Name without prefix, and array as Hugging Face's files have it, of every tensor."""
     family = config.architecture
     names = names_in_gguf(config)
-    _require_tensors(tensors, names, config, source)
+    # The file must have exactly the tensors of the model.
+    if missing := [name for name in names if name not in tensors]:
+        raise UserError(f"{source}: has no tensor {missing[0]}", HINT, Code.INCOMPLETE)
+    others = tensors.keys() - names.keys() - {ROPE_FACTORS}
+    if config.tie_word_embeddings and "output.weight" in others:
+        head, table = (_array(tensors[x], source) for x in ("output.weight", "token_embd.weight"))
+        if head.shape == table.shape and np.linalg.norm(
+            head - table
+        ) <= COPY_DISTANCE * np.linalg.norm(table):
+            others -= {"output.weight"}
+    if others:
+        title = family.title
+        raise UserError(
+            f"{source}: {min(others)} is not a tensor of a {title} model supported by Lathe",
+            f"give a checkpoint of the plain {title} architecture",
+            Code.UNSUPPORTED,
+        )
     shapes = dict(config.tensor_shapes())
     for theirs, name in names.items():
         array = _array(tensors[theirs], source)
@@ -433,28 +434,6 @@ def names_in_gguf(config: GPTConfig) -> dict[str, str]:
         module, _, kind = family.stored_name(name).rpartition(".")
         names[f"{table.get_name(module)}.{kind}"] = name
     return names
-
-
-def _require_tensors(
-    tensors: Mapping[str, ReaderTensor], names: Mapping[str, str], config: GPTConfig, source: Path
-) -> None:
-    """Raise UserError unless the file has exactly the tensors of the model."""
-    if missing := [name for name in names if name not in tensors]:
-        raise UserError(f"{source}: has no tensor {missing[0]}", HINT, Code.INCOMPLETE)
-    others = tensors.keys() - names.keys() - {ROPE_FACTORS}
-    if config.tie_word_embeddings and "output.weight" in others:
-        head, table = (_array(tensors[x], source) for x in ("output.weight", "token_embd.weight"))
-        if head.shape == table.shape and np.linalg.norm(
-            head - table
-        ) <= COPY_DISTANCE * np.linalg.norm(table):
-            others -= {"output.weight"}
-    if others:
-        title = config.architecture.title
-        raise UserError(
-            f"{source}: {min(others)} is not a tensor of a {title} model supported by Lathe",
-            f"give a checkpoint of the plain {title} architecture",
-            Code.UNSUPPORTED,
-        )
 
 
 def _array(tensor: ReaderTensor, source: Path) -> NDArray[np.float32]:

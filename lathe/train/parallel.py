@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lathe.model import rotary
+from lathe.model.block import rotary_table
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.gpt import GPT
 from lathe.model.lora import LoraLinear
@@ -272,7 +272,7 @@ def compile_blocks(blocks: nn.ModuleList) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
     logging.getLogger("torch._dynamo.convert_frame").addFilter(explain_limit)
     # Else it traces through the table's cache and computes the table, on the CPU, in every layer.
-    torch.compiler.assume_constant_result(rotary.table)  # type: ignore[no-untyped-call]
+    torch.compiler.assume_constant_result(rotary_table)  # type: ignore[no-untyped-call]
     for block in blocks:
         block.compile()
 

@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.folder import checkpoint_digest
+from lathe.model.folder import checkpoint_digest, training_origin
 from lathe.model.gpt import GPT
-from lathe.model.lineage import training_origin
 from lathe.model.lora import is_adapter
 from lathe.train.batch import resolve_batch
 from lathe.train.batches import open_data

@@ -2,11 +2,10 @@
 
 from typing import Literal
 
-from lathe.model.architecture import Architecture
+from lathe.model.architecture import Architecture, Rope
 from lathe.model.config import GPTConfig
 from lathe.model.config_json import attention_kinds, read_rope
 from lathe.model.families import ARCHITECTURES
-from lathe.model.rope import Rope
 from lathe_base.config.settings import LoraSettings, ModelSettings, Recipe
 from lathe_base.errors import Code, UserError
 

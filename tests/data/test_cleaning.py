@@ -9,7 +9,7 @@ from lathe.data.prepare import prepare
 from lathe.data.shard import Shard
 from lathe.data.tokenize import tokenize
 from lathe.data.tokens import TokenDataset
-from lathe.model.lineage import training_data
+from lathe.model.folder import training_data
 from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.errors import Code
 from tests.support.errors import raises

@@ -13,7 +13,7 @@ from lathe.data.prepare import prepare
 from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
-from lathe.model.lineage import training_data
+from lathe.model.folder import training_data
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code
 from lathe_base.storage import sha256

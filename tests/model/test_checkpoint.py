@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.model.folder import checkpoint_digest, open_folder
+from lathe.model.folder import checkpoint_digest, open_folder, read_origin, training_origin
 from lathe.model.gpt import GPT
-from lathe.model.lineage import read_origin, training_origin
 from lathe_base.artifacts.origin import Ancestor, Origin
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code

@@ -22,13 +22,13 @@ from transformers import (
 from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from lathe.model.architecture import Rope, RopeScaling
+from lathe.model.block import frequencies, rotate, rotation
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.model.rope import Rope, RopeScaling
-from lathe.model.rotary import frequencies, rotate, rotation
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.errors import Code
 from tests.support.errors import raises

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lathe.model.architecture import Rope
 from lathe.model.config import GPTConfig
 from lathe.model.families import LLAMA
 from lathe.model.gpt import GPT
-from lathe.model.rope import Rope
 from lathe.train.flops import data_sheet_flops, measured_flops, peak_flops
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe

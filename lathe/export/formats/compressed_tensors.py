@@ -27,9 +27,8 @@ from lathe.export.weight_formats import compressed_scheme, stored_matrices
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint
-from lathe.model.compressed_schemes import METHOD, read_schemes
-from lathe.model.compressed_tensors import dequantized
-from lathe.model.config import GPTConfig
+from lathe.model.compressed_tensors import dequantized, read_schemes
+from lathe.model.config import COMPRESSED_TENSORS, GPTConfig
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
 from lathe.model.quantization import LinearFormat, QuantizationPlan
@@ -38,7 +37,7 @@ from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.errors import Code, UserError
 
 ENGINE = "transformers"
-FOLDER = METHOD
+FOLDER = COMPRESSED_TENSORS
 
 
 def require(config: GPTConfig, folder: Path) -> None:
@@ -171,7 +170,7 @@ def _quantization_config(
         groups[f"group_{i}"] = targeted | compressed_scheme(fmt)
     formats = {group["format"] for group in groups.values()}
     return {
-        "quant_method": METHOD,
+        "quant_method": COMPRESSED_TENSORS,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,

@@ -33,6 +33,8 @@ from torch import Tensor
 from lathe.data.gguf_metadata import gguf_metadata
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
 from lathe.export.weight_formats import GGUF_BLOCK, gguf_blocks, stored_matrices
+from lathe.model.architecture import Rope
+from lathe.model.block import frequencies
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.families import GEMMA3, LLAMA, MISTRAL, SMOLLM3, STARCODER2
@@ -52,8 +54,6 @@ from lathe.model.gguf import (
 )
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
-from lathe.model.rope import Rope
-from lathe.model.rotary import frequencies
 from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")

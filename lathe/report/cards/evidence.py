@@ -14,9 +14,11 @@ from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
     MARKER,
     WEIGHTS,
+    hub_name,
+    read_origin,
     require_checkpoint,
+    training_data,
 )
-from lathe.model.lineage import hub_name, read_origin, training_data
 from lathe.report.cards.figures import Figure, read_figures
 from lathe_base.artifacts.kinds import EXPORT, open_export, read_as
 from lathe_base.artifacts.metadata import ExportMetadata
