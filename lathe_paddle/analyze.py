@@ -14,12 +14,11 @@ import paddle.nn.functional as F
 from paddle import Tensor
 
 from lathe.compress.plan import make_plan, quantizable
-from lathe.compress.sensitivity.accumulator import Accumulator
 from lathe.compress.sensitivity.rank import (
     run_analysis,
     validation_batches,
 )
-from lathe.compress.sensitivity.result import Distribution, SensitivityResult
+from lathe.compress.sensitivity.result import Accumulator, Distribution, SensitivityResult
 from lathe.data.tokens import TokenDataset
 from lathe.model.architecture import HEAD
 from lathe.train.batches import EvalBatches, calibration_batches
@@ -80,7 +79,7 @@ class PaddleModel:
             return self._measure(self.model)
 
     def estimates(self) -> dict[Format, dict[str, float]]:
-        """The estimate of `lathe.compress.sensitivity.fisher`."""
+        """The estimate of `lathe.compress.sensitivity.measure`."""
         costs = dict.fromkeys(self.names, 0.0)
         n_tokens = 0
 

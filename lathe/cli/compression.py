@@ -113,13 +113,13 @@ def quantize(
 
     model = located(ctx, settings, "model", model, TRAINED_MODEL)
     if target is not None:
-        from lathe.compress.expectations import Target, choose
+        from lathe.compress.plan import Target, choose_expectation
         from lathe.model.folder import open_folder
         from lathe.search.goal import assignment
 
         config = open_folder(model).config
         kind, limit = assignment("--target", target, get_args(Target))
-        best = choose(kind, limit, config)  # type: ignore[arg-type]
+        best = choose_expectation(kind, limit, config)  # type: ignore[arg-type]
         settings = load(recipe, [*best.overrides(), *(override or [])])
         show(
             format=best.name,

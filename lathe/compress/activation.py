@@ -18,11 +18,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from lathe.compress.plan import INT8_FORMATS, make_plan
-from lathe.compress.sensitivity.choice import choose_formats
-from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.compress.sensitivity.measure import BatchMetric
-from lathe.compress.sensitivity.statistics import linear_weight
+from lathe.compress.plan import INT8_FORMATS, choose_formats, make_plan
+from lathe.compress.sensitivity.measure import BatchMetric, estimate_costs, linear_weight
 from lathe.compress.smoothing import Factors, find_factors
 from lathe.model import fake_quant
 from lathe.model.gpt import GPT
@@ -127,6 +124,7 @@ def find_prefix(
     prefix_tokens: tuple[int, ...] = ()
     every = quick.all_in("static_int8")
     cost = without = quick.cost(every)
+    # Greedy: the best token after those that were chosen, while it lowers the cost enough.
     while len(prefix_tokens) < max_tokens:
         costs = {}
         for token in candidates:
@@ -247,7 +245,7 @@ class _Trial:
             cost = self.cost(chosen)
             if cost <= self.limit and _count_static(chosen) > _count_static(best):
                 best, least = chosen, cost
-            budget *= self.limit / cost
+            budget *= self.limit / cost  # the choice cost that much more, or less, than estimated
         words = "%d of %d INT8 linears have static scales: %.2g nats per token, %.2g with none"
         log.info(words, _count_static(best), len(best), least, totals[forms[-1]])
         return best
@@ -262,6 +260,7 @@ class _Trial:
     @cached_property
     def measure(self) -> BatchMetric:
         """The KL divergence from the model without its prefix."""
+        # The reference is the model as it was trained, whatever prefix is tried meanwhile.
         with prefixed(self.model, ()):
             return BatchMetric("kl", [self.sample.cpu().numpy()], self.model)
 
@@ -303,6 +302,7 @@ def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
     for tokens in batches:
         is_massive = torch.zeros_like(tokens, dtype=torch.bool)
 
+        # Bound as a default: the loop rebinds `is_massive` for the next batch.
         def observe(_module: object, inputs: tuple[Tensor, ...], seen: Tensor = is_massive) -> None:
             peaks = inputs[0].abs().amax(-1)  # (B, T)
             seen |= peaks > MASSIVE * peaks.median()

@@ -6,20 +6,35 @@ Transformers", section 3.3, with columns in decreasing order of the Hessian's di
 as llama.cpp's quantization with an importance matrix does, and then, given the integers, the error
 of the output: a least-squares problem, with whose solution the weights are rounded again.
 
-Shapes: B batch, T tokens, C hidden size, O output channels and I inputs of a linear.
+What GPTQ has rounded may then be learned block by block: integers and scales of a Transformer
+block's linears are trained until the block's output is close to that of the float weights. GPTQ
+makes the output of every linear right by itself. Within a block, errors of one linear can cancel
+those of another, and some do not matter, such as those of a gate that is closed. The integer of a
+weight is the nearest to a latent value, which starts at the float weight and is trained with
+straight-through gradients, together with the scale of its group; no other block needs to be in
+memory. An error counts relative to the size of the token's hidden state, which the next norm
+divides by.
+
+Sources: Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent for the
+Quantization of LLMs" (AutoRound, arXiv:2309.05516), where rounding starts from the nearest; Chen et
+al. 2024, "EfficientQAT" (arXiv:2407.11062), section 3.2.
+
+Shapes: B batch, N texts, T tokens, C hidden size, O output channels and I inputs of a linear, G
+groups of a row.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lathe.compress.learned_rounding import in_float, learn_rounding, learnable
 from lathe.model.block import Block, Half
-from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
+from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, QuantizedWeight
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import Grid, split, storable_scale, weight_grid, weight_scales
 from lathe.model.quantization import WeightFormat
@@ -40,6 +55,15 @@ SCALES = [i / 40 for i in (40, *range(28, 40), 41, 42)]
 """Scales to try for a group, relative to that of rounding to nearest, which wins ties. Beyond
 8 / 7.5, the entry of largest magnitude would not be rounded to -8, from which the scale is computed
 again."""
+STEP_TOKENS = 2048  # of a step of learning
+TRAVEL = 1.2
+"""Learning rate of the latent integers at the first step, times the number of steps: it decays
+linearly, so no integer moves further than half of that."""
+SCALE_TRAVEL = 0.12  # the same for scales, relative
+MARGIN = 0.05  # the least distance of a latent integer from the next one's, when it starts
+BETAS = 0.9, 0.95
+
+Weights = Mapping[FakeQuantLinear, Tensor]
 
 
 @torch.no_grad()
@@ -56,8 +80,10 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
     model.eval()
     head = model.output
     if isinstance(head, FakeQuantEmbedding):
-        finals = (_rounded(model.head_input, model.hidden(tokens)) for tokens in batches)
-        _round_weight(model.config.tables[-1], head, input_hessian(finals))
+        # First, because a tied head is the embedding: the blocks are rounded for what they will
+        # read. Its own inputs come from blocks that are still rounded to nearest.
+        finals = (model.hidden(tokens) for tokens in batches)
+        _round_weight(model.config.tables[-1], head, model.head_input, finals)
     names = {module: name for name, module in model.named_modules()}
     hidden = [model.embed(tokens) for tokens in batches]
     for block in track(model.blocks, "gptq", len(model.blocks)):
@@ -66,6 +92,7 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
         if not linears:
             hidden = block.by_halves(hidden, partial(_round_half, names))
             continue
+        # The targets are the float block's outputs for the inputs that the rounded model has.
         before = {linear: linear.weight.clone() for linear in linears}
         with in_float(block):
             targets = [block(x) for x in hidden]
@@ -79,28 +106,26 @@ def _round_half(
 ) -> list[Tensor]:
     """Round both linears of a half; returns the second one's outputs."""
     first, second = (getattr(half.part, name) for name in half.part.names)
-    _round_linear(names[first], first, (half.norm(x) for x in hidden))
-    inner = [half.part.inner(half.norm(x)) for x in hidden]
-    _round_linear(names[second], second, inner)
+    if isinstance(first, FakeQuantLinear):
+        _round_weight(names[first], first, first.observer, (half.norm(x) for x in hidden))
+    inner = [half.part.inner(half.norm(x)) for x in hidden]  # with the first one rounded
+    if isinstance(second, FakeQuantLinear):
+        _round_weight(names[second], second, second.observer, inner)
     return [second(y) for y in inner]
 
 
-def _round_linear(name: str, linear: nn.Module, inputs: Iterable[Tensor]) -> None:
-    """Round the weight of a linear, if it is quantized, for its inputs (B, T, I)."""
-    if isinstance(linear, FakeQuantLinear):
-        rounded = (_rounded(linear.observer, x) for x in inputs)
-        _round_weight(name, linear, input_hessian(rounded))
-
-
-def _round_weight(name: str, module: FakeQuantLinear | FakeQuantEmbedding, hessian: Tensor) -> None:
-    if not round_columns(module.weight, module.quantized.fmt, hessian):
+def _round_weight(
+    name: str,
+    module: FakeQuantLinear | FakeQuantEmbedding,
+    observer: nn.Module | None,
+    inputs: Iterable[Tensor],
+) -> None:
+    """Round a weight, in place, for its inputs (B, T, I), which its observer rounds."""
+    rounded = (x if observer is None else observer(x) for x in inputs)
+    if not round_columns(module.weight, module.quantized.fmt, input_hessian(rounded)):
         log.warning(
             "%s: the Hessian of its inputs is not positive definite; rounding to nearest", name
         )
-
-
-def _rounded(observer: nn.Module | None, x: Tensor) -> Tensor:
-    return x if observer is None else observer(x)
 
 
 def input_hessian(inputs: Iterable[Tensor]) -> Tensor:
@@ -245,7 +270,7 @@ def _fitted_scales(
     integers = torch.round(rounded / scale).nan_to_num_()  # a scale may be zero in float16
     n_groups = -(-weight.shape[1] // size)
     products = weight.new_empty(len(weight), n_groups, n_groups)
-    for group in range(n_groups):
+    for group in range(n_groups):  # a row of products at a time, so that no (O, I, I) is needed
         inputs = slice(group * size, (group + 1) * size)
         products[:, group] = split(integers[:, inputs] @ hessian[inputs] * integers, size).sum(-1)
     targets = split(weight @ hessian * integers, size).sum(-1)
@@ -262,3 +287,159 @@ def _fitted_scales(
 def _columns(groups: Tensor, weight: Tensor) -> Tensor:
     """(O, groups, size) -> (O, I), without the padding of the last group."""
     return groups.flatten(-2)[:, : weight.shape[1]]
+
+
+def learnable(block: nn.Module) -> list[FakeQuantLinear]:
+    """The linears whose rounding is worth learning: those with 4-bit groups."""
+    linears = (x for x in block.modules() if isinstance(x, FakeQuantLinear))
+    return [x for x in linears if x.quantized.fmt.group_size and x.quantized.fmt.bits == 4]
+
+
+@contextmanager
+def in_float(block: nn.Module) -> Iterator[None]:
+    """Compute with the float weights and inputs of a block for the duration of a `with` block."""
+    linears = [x for x in block.modules() if isinstance(x, FakeQuantLinear)]
+    replaced = [(linear, linear.quantized, linear.observer) for linear in linears]
+    for linear in linears:
+        linear.quantized, linear.observer = _Float(linear.quantized.fmt), None
+    try:
+        yield
+    finally:
+        for linear, quantized, observer in replaced:
+            linear.quantized, linear.observer = quantized, observer
+
+
+class _Float(QuantizedWeight):
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+class _Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class _Latent(QuantizedWeight):
+    """The weight of a linear as a function of trained parameters.
+
+    Attributes:
+        integers: latent ones (O, G, size).
+        change: of the scales (O, G, 1), relative.
+    """
+
+    def __init__(self, linear: FakeQuantLinear, before: Tensor) -> None:
+        super().__init__(linear.quantized.fmt)
+        self.low, self.high = self.fmt.range
+        self.scale, self.zero = weight_grid(linear.weight, self.fmt)
+        groups = split(linear.weight, self.fmt.group_size)
+        rounded = (groups / self.scale).round() + self.zero
+        # From one entry of every group, which keeps the lowest integer, the scale is computed
+        # again; with zero points, from the highest one too, unless the group ends at zero.
+        self.pinned = torch.zeros_like(rounded, dtype=torch.bool)
+        self.pinned.scatter_(-1, rounded.argmin(-1, keepdim=True), True)
+        if self.fmt.zero_points:
+            self.pinned &= groups < 0
+            highest = torch.zeros_like(self.pinned)
+            highest.scatter_(-1, rounded.argmax(-1, keepdim=True), True)
+            self.pinned |= highest & (groups > 0)
+        self.pins = rounded
+        # The float weight, at most this far from GPTQ's integer: learning begins at its rounding.
+        near = 0.5 - MARGIN
+        wanted = split(before, self.fmt.group_size) / self.scale + self.zero
+        self.integers = nn.Parameter(wanted.clamp(rounded - near, rounded + near))
+        self.change = nn.Parameter(torch.zeros_like(self.scale))
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        rounded: Tensor = _Round.apply(self.integers)  # type: ignore[no-untyped-call]
+        levels = torch.where(self.pinned, self.pins, rounded) - self.zero
+        values = levels * (self.scale * (1 + self.change))
+        return values.flatten(-2)[:, : weight.shape[1]]
+
+    @torch.no_grad()
+    def clamp(self) -> None:
+        """Keep the integers within the format's range."""
+        self.integers.clamp_(self.low, self.high)
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Round the scales to those that files can store."""
+        scale = storable_scale(self.scale * (1 + self.change), self.fmt)
+        self.scale, self.change = scale, nn.Parameter(torch.zeros_like(scale))
+
+
+def learn_rounding(
+    block: Block, before: Weights, inputs: Tensor, targets: Tensor, steps: int
+) -> tuple[float, float]:
+    """Train the rounding of a block whose weights GPTQ has rounded, in place. Rounding the result
+    to nearest, as fake quantization and export do, changes nothing.
+
+    Args:
+        before: the float weights of `learnable`.
+        inputs: hidden states (N, T, C) that the quantized blocks before it compute.
+        targets: those that the block should compute from them.
+
+    Returns:
+        The mean squared error of the output before and after, relative to the targets. If it has
+        not fallen, the weights are as before.
+    """
+    latents = {linear: _Latent(linear, weight) for linear, weight in before.items()}
+    importance = 1 / targets.square().mean(-1, keepdim=True).clamp_(min=1e-12)
+    device = inputs.device.type
+    # bfloat16 where it is faster; errors are still summed in float32.
+    in_half = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+    def error(rows: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=in_half):
+            outputs = block(inputs[rows])
+        errors: Tensor = (outputs.float() - targets[rows]).square() * importance[rows]
+        return errors.mean()
+
+    def total() -> float:
+        parts = torch.split(torch.arange(len(inputs)), size)
+        with torch.no_grad():
+            return sum(float(error(part)) * len(part) for part in parts) / len(inputs)
+
+    size = max(1, STEP_TOKENS // inputs.shape[1])
+    parameters = [x for latent in latents.values() for x in (latent.integers, latent.change)]
+    groups = [
+        {"params": parameters[0::2], "lr": TRAVEL / steps},
+        {"params": parameters[1::2], "lr": SCALE_TRAVEL / steps},
+    ]
+    optimizer = torch.optim.Adam(groups, betas=BETAS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    generator = torch.Generator().manual_seed(0)
+    first = total()
+    replaced = {linear: linear.quantized for linear in latents}
+    # Texts are drawn without replacement: each counts as often as the others, up to one.
+    queue = torch.empty(0, dtype=torch.int64)
+    try:
+        for linear, latent in latents.items():
+            linear.quantized = latent
+        for _ in range(steps):
+            if len(queue) < size:
+                queue = torch.cat((queue, torch.randperm(len(inputs), generator=generator)))
+            rows, queue = queue[:size], queue[size:]
+            with torch.enable_grad():
+                gradients = torch.autograd.grad(error(rows), parameters)
+            # Not backward(), which would fill in gradients of norms and biases too.
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            schedule.step()
+            for latent in latents.values():
+                latent.clamp()
+        for latent in latents.values():
+            latent.freeze()  # judged with the scales that files will have
+        last = total()
+        if last < first:
+            for linear, latent in latents.items():
+                linear.weight.copy_(latent(linear.weight))
+    finally:
+        for linear, quantized in replaced.items():
+            linear.quantized = quantized
+    return first, min(first, last)

@@ -68,7 +68,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
     rounds = settings.rounds
     others = [output.with_name(f"{output.name}.round-{i}") for i in range(1, rounds)]
     start = dense
-    if not (output / MARKER).is_file():
+    if not (output / MARKER).is_file():  # else finished, and only its rounds may be left
         for i, folder in enumerate(others, 1):
             _one_round(recipe, i, dense, start, data, folder)
             start = open_folder(folder)
@@ -119,7 +119,18 @@ def _one_round(
         figures = removed_figures(dense, pruned.config)
         return TrainingJob("prune", pruned, start_model.tokenizer, parent.path, figures=figures)
 
-    share = _round_recipe(recipe, index)
+    # A round has its part of the steps, and of the learning rate's decay.
+    share, rounds, steps = recipe, settings.rounds, recipe.Engine.max_steps
+    if rounds > 1 and steps:
+        round_steps = steps * index // rounds - steps * (index - 1) // rounds
+        decay = max(1, recipe.Optimizer.lr.decay_steps * round_steps // steps)
+        rate = recipe.Optimizer.lr.model_copy(update={"decay_steps": decay})
+        share = recipe.model_copy(
+            update={
+                "Engine": recipe.Engine.model_copy(update={"max_steps": max(1, round_steps)}),
+                "Optimizer": recipe.Optimizer.model_copy(update={"lr": rate}),
+            }
+        )
     return run_training(share, data, output, inputs, make, teacher, [parent.path, start.path])
 
 
@@ -141,7 +152,7 @@ def cut(
     if settings.heads:
         return _prune_to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
-        whole_model = model.eval()
+        whole_model = model.eval()  # `model` is reassigned below
 
         @torch.no_grad()
         def loss(layers: Sequence[int]) -> float:
@@ -219,19 +230,3 @@ def _block_parameters(config: GPTConfig, of_queries: bool) -> float:
     cost = Cost.parameters(config, of_queries)
     heads = config.per_group if of_queries else config.n_kv_head
     return cost.head * sum(heads) + cost.channel * sum(config.n_inner)
-
-
-def _round_recipe(recipe: Recipe, index: int) -> Recipe:
-    """The recipe of one round: its part of the steps, and of the learning rate's decay."""
-    rounds, steps = recipe.Compress.Prune.rounds, recipe.Engine.max_steps
-    if rounds == 1 or not steps:
-        return recipe
-    round_steps = steps * index // rounds - steps * (index - 1) // rounds
-    decay = max(1, recipe.Optimizer.lr.decay_steps * round_steps // steps)
-    rate = recipe.Optimizer.lr.model_copy(update={"decay_steps": decay})
-    return recipe.model_copy(
-        update={
-            "Engine": recipe.Engine.model_copy(update={"max_steps": max(1, round_steps)}),
-            "Optimizer": recipe.Optimizer.model_copy(update={"lr": rate}),
-        }
-    )

@@ -98,10 +98,12 @@ def quantize(
                 "start from an earlier checkpoint",
                 Code.NOT_FINITE,
             )
-        text_for_gptq = []
+        text_for_gptq = []  # which the float model writes, before anything is folded into it
         if settings.uses_gptq(recipe.Engine.max_steps):
             text_for_gptq = workers.agree(lambda: gptq_text(recipe, start, tokens))
         named = named_formats(start.model.config, settings, sensitivity)
+        # The order matters: a prefix removes the massive activations, smoothing divides what is
+        # left, and only then is it known what static scales cost. Rank 0 decides for all.
         prefix = workers.agree(
             lambda: find_prefix(recipe, start.model, batches, named, start.eos_id)
         )

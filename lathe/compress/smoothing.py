@@ -97,7 +97,7 @@ def _foldable_linear(path: str, half: Half, second: bool) -> FoldableLinear | No
     name = f"{path}.{part.names[second]}"
     linear: nn.Linear = getattr(part, part.names[second])
     size = linear.in_features
-    if not second:
+    if not second:  # before the first linear a norm, whose weight and bias are divided
         makers, offset = tuple(half.norm.parameters()), getattr(half.norm, "offset", 0.0)
         return (
             FoldableLinear(name, linear, 1, size, makers, torch.arange(size), offset)
@@ -142,6 +142,7 @@ def find_factors(
             for normalized, inputs in zip(next(places), (normed, inner), strict=True):
                 if normalized is None or normalized.name not in formats:
                     continue
+                # The float model's inputs: factors of one linear do not depend on others'.
                 rows = torch.cat([x.flatten(0, 1) for x in inputs])
                 best = _best_factors(normalized, rows, formats[normalized.name])
                 if best is not None:
@@ -195,6 +196,7 @@ def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat)
         inputs = sample / spread if observer is None else observer.eval()(sample / spread)
         return float((inputs @ weights.T - expected).square().sum())
 
+    # A channel that is always zero, or that no output reads, has nothing to balance.
     used = (x > 0) & (w > 0)
     if not used.any():
         return None

@@ -53,6 +53,7 @@ class Cost:
         }
         none = dict.fromkeys(unit, 0.0)
 
+        # The difference from a layer without the unit: a bias of the row linear stays.
         def of(units: Units) -> float:
             linears = ((x, x.name in config.biased) for x in config.unit_linears(units))
             C = config.n_embd
@@ -183,7 +184,7 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
                     state[name] = state[name][index]
             else:
                 state[f"{path}.weight"] = state[f"{path}.weight"][:, index]
-        if config.architecture.norms_whole:
+        if config.architecture.norms_whole:  # their weights have an entry for every feature
             spans = indexes["heads", "row"], _spans(layer.heads, old.head_dim)
             for norm, index in zip(config.architecture.head_norms, spans, strict=True):
                 name = f"{config.architecture.block(i)}.{norm}.weight"
@@ -237,6 +238,7 @@ class _Group:
 
     def steps(self) -> list[tuple[float, int]]:
         """(mean score per cost, units removed so far) of every removal step, in order."""
+        # Prefix sums: the score of a step is a difference of two.
         sums = torch.cat([torch.zeros(1).double(), self.scores[self.order].cumsum(0)])
         starts = [0, *self.ends[:-1]]
         return [
@@ -273,7 +275,7 @@ def _gpt_like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
     """A GPT that shares these tensors, with the dropout and recompute of `model`."""
     first = model.blocks[0]
     assert isinstance(first, Block)
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory: it gets the tensors of `state`
         small = GPT(config, first.drop.p, first.attention.dropout)
     small.set_recompute(model.recompute)
     small.load_state_dict(state, assign=True)

@@ -240,12 +240,14 @@ class Attention(nn.Module):
                 and torch.cuda.get_device_capability(v.device) >= (8, 0)
             ):
                 return self._varlen(q, k, v, mask)
-            # A kernel for each document takes no mask, and no time for what a mask would hide.
+            # Elsewhere a kernel for each document: it takes no mask, and no time for what a mask
+            # would hide. The rows' documents stand one after the other, in the order of `mask`.
             rows = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # (1, H, B T, D)
             apart = zip(*(torch.split(x, list(mask), 2) for x in rows), strict=True)
             merged = torch.cat([self._core(q, k, v, None, prefix) for q, k, v in apart], 2)
             return torch.unflatten(merged[0], 1, (len(q), -1)).transpose(0, 1)
         if prefix is not None:
+            # Every row, or document, begins with the prefix; a cache has it already.
             first_k, first_v = prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
             k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
         new, known = q.shape[2], k.shape[2]
@@ -276,7 +278,7 @@ class Attention(nn.Module):
         y = varlen_attn(
             *(q, k, v, bounds, bounds, longest, longest),
             scale=self.scale,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
+            window_size=(-1 if self.window is None else self.window - 1, 0),  # causal: 0 after
             enable_gqa=self.per_group > 1,
         )
         assert isinstance(y, Tensor)
@@ -304,6 +306,7 @@ def attention_kernels(model: nn.Module, dtype: torch.dtype, length: int) -> list
             )
             is_local = module.window is not None and length > module.window
             mask = torch.ones(length, length, dtype=torch.bool, device=device) if is_local else None
+            # The function by which scaled_dot_product_attention chooses; it has no public name.
             choice = torch._fused_sdp_choice(
                 *(q.requires_grad_(), k, v, mask, module.dropout, not is_local),
                 scale=module.scale,

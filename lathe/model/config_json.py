@@ -358,6 +358,7 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
     positions = values.get(family.key("n_positions"))
     if values.get(ORIGINAL) is not None:
         rope_values[ORIGINAL] = values[ORIGINAL]
+    # transformers' defaults: the model's own length, and the ratio of the two.
     if (
         positions is not None
         and rope_values.get("rope_type", rope_values.get("type")) in _WITH_ORIGINAL

@@ -95,11 +95,11 @@ class Observer(nn.Module):
         return self._quantize(x)
 
     def _quantize(self, x: Tensor) -> Tensor:
-        if self.alpha is not None:
+        if self.alpha is not None:  # the gradient of the clipped entries trains it
             x = torch.clamp(x, -self.alpha, self.alpha)
         if self.training or self.calibrating:
             self.seen.copy_(torch.maximum(self.seen, x.detach().abs().amax().to(self.seen.dtype)))
-        if self.calibrating:
+        if self.calibrating:  # later layers are calibrated on float activations
             return x
         low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
         return round_to_levels(x, (self.bound / high).to(x.dtype), low, high)
@@ -157,6 +157,7 @@ class FakeQuantLinear(nn.Linear):
         quantized: QuantizedWeight,
     ) -> None:
         nn.Module.__init__(self)
+        # Not nn.Linear's initializer, which would allocate and fill another weight.
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.register_module("observer", observer)
@@ -189,7 +190,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
     """
     for name, fmt in plan.linears.items():
         observer = make_observer(fmt, pact)
-        if name == HEAD:
+        if name == HEAD:  # no nn.Linear, but a product with a table
             model.head_input = observer
             for table in model.config.tables:
                 _quantize_table(model, table, fmt.weight)
@@ -259,6 +260,7 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
     for observer in observers_by_name.values():
         observer.calibrating = True
     with torch.no_grad():
+        # With the rate n / (n + 1), the moving average is the mean of all texts so far.
         texts = (text for tokens in batches for text in torch.split(tokens, 1))
         for n, text in enumerate(texts):
             model(text)
@@ -285,10 +287,12 @@ def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | No
     if not all_observers:
         return
     averages, seen = [o.absmax for o in all_observers], [o.seen for o in all_observers]
+    # All observers at once: one collective and few kernels, however many linears there are.
     peaks = torch.stack(seen)
     if group is not None:
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
     before = torch.stack(averages)
+    # An average that has seen nothing yet starts at the first peak.
     after = torch.where(before == 0, peaks, moving_rate * before + (1 - moving_rate) * peaks)
     torch._foreach_copy_(averages, [*after.unbind()])
     torch._foreach_zero_(seen)

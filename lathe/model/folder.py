@@ -101,7 +101,7 @@ class CheckpointFolder:
                 f"{self.path}: no {WEIGHTS}", "give the folder of a checkpoint", Code.NOT_FOUND
             )
         first, *others = self.weights
-        if not others:
+        if not others:  # the digest that the Hub shows for the file
             return sha256(first)
         return digest("".join(f"{sha256(path)}  {path.name}\n" for path in (first, *others)))
 
@@ -292,6 +292,7 @@ def read_tensors(
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not safetensors: {error}", hint, Code.MALFORMED) from None
     names = [architecture.parameter_name(name) for name in stored]
+    # With and without the prefix, as transformers writes a model with and without its head.
     if twice := [name for name in names if names.count(name) > 1]:
         prefix = architecture.prefix
         raise UserError(
@@ -419,6 +420,7 @@ def write_folder(
             names.append(README)
         meta["files"] = {name: sha256(work / name) for name in names}
         (work / MARKER).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        # Without its marker, a half-replaced folder is incomplete rather than wrong.
         (folder / MARKER).unlink(missing_ok=True)
         for name in [*names, MARKER]:
             (folder / name).parent.mkdir(exist_ok=True)

@@ -60,7 +60,7 @@ def generate(
         lowered = torch.where(scores < 0, scores * penalty, scores / penalty)
         scores = torch.where(rows.seen, lowered, scores)
         if step < settings.min_dec_len:
-            scores[:, ends] = -torch.inf
+            scores[:, ends] = -torch.inf  # no text may end yet
         tokens, parents = search.step(scores)
         if search.done:
             break
@@ -124,6 +124,7 @@ class _Rows:
         for row, ids in enumerate(prompts):
             self.seen[row, list(ids)] = True
         padded = [[0] * (longest - len(p)) + list(p) for p in prompts]
+        # Each prompt is read once; its cache and logits are then copied for every row.
         self.logits = self._forward(torch.tensor(padded, device=device))
         index = torch.arange(len(prompts), device=device).repeat_interleave(copies)
         self.logits = self.logits[index]
@@ -142,6 +143,7 @@ class _Rows:
 
     def _forward(self, tokens: Tensor) -> Tensor:
         """(B, T) tokens that follow the cached ones -> (B, V) logits after the last of them."""
+        # Slots of the cache: the prefix, the row's padding, then its tokens.
         start = self.cache.length
         slots = torch.arange(start + tokens.shape[1], device=tokens.device)
         queries = slots[start:]
@@ -196,6 +198,7 @@ def filtered(logits: Tensor, settings: GenerationSettings) -> Tensor:
     if settings.top_p < 1.0:
         ordered, index = logits.sort(descending=True)
         probability = ordered.softmax(-1)
+        # Subtracting its own probability keeps the token that crosses p.
         beyond = probability.cumsum(-1) - probability >= settings.top_p
         logits = logits.masked_fill(beyond.scatter(1, index, beyond), -torch.inf)
     return logits

@@ -53,6 +53,7 @@ def initial_weight(
     linear = config.architecture.find_linear(name)
     if scale_residual and linear is not None and linear.style == "row":
         std /= (2 * config.n_layer) ** 0.5
+    # A seed for each name: a rank that has only some of the parameters draws the same values.
     parameter_seed = zlib.crc32(f"{seed} {name}".encode())
     return torch.normal(0.0, std, shape, generator=torch.Generator().manual_seed(parameter_seed))
 
@@ -119,6 +120,7 @@ class GPT(nn.Module):
         self.config = replace(self.config, n_positions=whole, prefix_tokens=())
         if not tokens:
             return
+        # The prefix is a text read into a cache; what the cache then has is kept.
         cache = self.new_cache(1, len(tokens))
         self.eval().hidden(torch.tensor([tokens], device=self.embedding.weight.device), cache=cache)
         for attention, keys, values in zip(attentions, cache.keys, cache.values, strict=True):
@@ -194,7 +196,7 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """All blocks, (B, T, C) -> (B, T, C)."""
-        T = x.shape[1]
+        T = x.shape[1]  # `length` grows when all layers have appended
         for block in self.blocks:
             if self.recompute == "full" and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, cache, positions, use_reentrant=False)
@@ -208,7 +210,7 @@ class GPT(nn.Module):
         """Logits (..., V) of hidden states (..., C)."""
         if self.head_input is not None:
             hidden = self.head_input(hidden)
-        return F.linear(hidden, self.output.table())
+        return F.linear(hidden, self.output.table())  # the same matrix as the lookup's if tied
 
     def new_cache(self, batch: int, size: int) -> KVCache:
         """A cache for `batch` rows of up to `size` tokens after the model's prefix, on the model's

@@ -98,7 +98,7 @@ def integer_weight(weight: Tensor, fmt: LinearFormat, scale: Tensor | None = Non
         return IntegerWeight(fmt, integers, grid.scale.expand(len(weight), 1).contiguous())
     zeros = grid.zero_point
     zero_points = zeros.squeeze(-1).to(torch.int8) if isinstance(zeros, Tensor) else None
-    integers = integers.flatten(1)[:, : weight.shape[1]]
+    integers = integers.flatten(1)[:, : weight.shape[1]]  # without the last group's padding
     return IntegerWeight(fmt, integers, grid.scale.squeeze(-1), zero_points)
 
 
@@ -118,6 +118,7 @@ def weight_scales(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
     if not fmt.group_size:
         dims = (1,) if fmt.quantize_type == "channel_wise_abs_max" else (0, 1)
         absmax = weight.abs().amax(dims, keepdim=True)
+        # A row of zeros is zeros with any scale; 1 is not divided by zero.
         return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / fmt.levels
     groups = split(weight, fmt.group_size)
     # With its sign: a positive extreme has a negative scale, because only -8 has no counterpart.
@@ -140,6 +141,7 @@ def weight_grid(weight: Tensor, fmt: WeightFormat) -> Grid:
     lower = storable_scale(scale * (1 - 2**-SCALE_BITS), fmt)
     scale = torch.where(scale * (high - low) > extent, lower, scale)
     scale = torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale)
+    # Rounded with the scale that is stored, so that files and training have the same integers.
     zero_point = (low - lowest / scale).round_().clamp_(low, high)
     return Grid(scale.to(weight.dtype), zero_point.to(weight.dtype))
 

@@ -89,6 +89,7 @@ class LoraLinear(nn.Linear):
         matrices = torch.split(parts[0], sizes, dim) if len(parts) == 1 else parts
         if dim == 0:
             return join_rows(matrices, groups)
+        # Group by group, as `join_rows` does for rows.
         apart = [part.reshape(*part.shape[:-1], groups, -1) for part in matrices]
         return torch.cat(apart, -1).flatten(-2)
 
@@ -132,7 +133,7 @@ def merge(model: GPT) -> None:
     """Replace the linears with adapters by plain ones that compute the same, in place."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLinear):
-            plain = nn.Linear(1, 1, device="meta")
+            plain = nn.Linear(1, 1, device="meta")  # takes no memory until it has its weight
             plain.in_features, plain.out_features = module.in_features, module.out_features
             plain.weight = nn.Parameter(module.merged().detach())
             plain.bias = module.bias
@@ -212,6 +213,7 @@ def merge_adapters(model: GPT, folder: Path) -> None:
                 "merge it with peft",
                 Code.UNSUPPORTED,
             )
+    # peft's alpha may be a fraction; `true` would count as 1.
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise UserError(
@@ -251,6 +253,7 @@ def merge_adapters(model: GPT, folder: Path) -> None:
                 "give the base model that it was trained with",
                 Code.MISMATCH,
             )
+        # rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) divides by the root of the rank.
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         weight[rows] += scale * (b.float() @ a.float())
 

@@ -157,6 +157,8 @@ class QuantizationPlan:
     def to_json(self) -> dict[str, Any]:
         """The keys of a W8A8 plan with one weight format for all block linears, and a key `linears`
         for the linears that these keys cannot describe."""
+        # These keys came first: a plan that they can describe is written as it was before groups
+        # and formats of single linears.
         blocks = (x.weight for name, x in self.linears.items() if name != HEAD)
         common = next((weight for weight in blocks if not weight.group_size), INT8)
         plain = QuantizationPlan.w8a8(self.activation_scales, common).linears

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lathe.compress.expectations import Expectation, expected
+from lathe.compress.plan import Expectation, expected
 from lathe.compress.sensitivity.page import Achieved, section
 from lathe.compress.sensitivity.result import analysis_digest, read_analysis
 from lathe.evaluate.comparison import AGAIN, Accuracy

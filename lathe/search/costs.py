@@ -6,7 +6,7 @@ gates. To second order, by the Fisher information, that is a KL divergence from 
 / 2 * E[s^2] per token for sequences of T tokens. Adding the slopes of a set before squaring
 accounts for the units' joint effect: individual squares, as in `lathe.compress.criteria`, are ten
 times too small for FFN channels. The cost of quantization is estimated by
-`lathe.compress.sensitivity.fisher`, in the same unit. The costs of a design's parts are assumed to
+`lathe.compress.sensitivity.measure`, in the same unit. The costs of a design's parts are assumed to
 be additive.
 """
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.compress.expectations import Expectation, Target, choose, expectations, expected
+from lathe.compress.plan import Expectation, Target, choose_expectation, expectations, expected
 from lathe.export.weight_formats import stored_matrices
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_the_stored_integers_scales_and_floats(
 def test_the_best_that_meets_the_target(
     target: Target, limit: float, config: GPTConfig, bits: int
 ) -> None:
-    found = choose(target, limit, config)
+    found = choose_expectation(target, limit, config)
     assert found.plan(config).weight_bits == bits
     for other in expectations():
         figures = [(x.share(config), x.perplexity_increase) for x in (found, other)]
@@ -81,7 +81,7 @@ def test_the_best_that_meets_the_target(
 @pytest.mark.parametrize("limit", [0.01, float("nan")])
 def test_a_target_that_nothing_meets(limit: float) -> None:
     with raises(Code.GATE, f"bytes={limit:g}"):
-        choose("bytes", limit, SMOLLM2)
+        choose_expectation("bytes", limit, SMOLLM2)
 
 
 def test_quantize_says_what_it_expects_and_makes_it(
@@ -93,7 +93,7 @@ def test_quantize_says_what_it_expects_and_makes_it(
     monkeypatch.setattr("sys.argv", ["lathe", *arguments])
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    known = choose("loss", 0.01, open_folder(small_dense).config)
+    known = choose_expectation("loss", 0.01, open_folder(small_dense).config)
     assert known.name in result.output and f"{known.perplexity_increase:+.1%}" in result.output
     made = expected(load_checkpoint(tmp_path / "q").model.config)
     assert made is not None and made.name == known.name

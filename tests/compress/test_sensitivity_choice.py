@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.compress.sensitivity.choice import bytes_per_weight, choose, choose_skips
+from lathe.compress.plan import bytes_per_weight, choose, choose_skips
 from lathe.compress.sensitivity.result import Distribution, LinearScore
 from lathe_base.config.settings import SensitivitySettings
 from lathe_base.config.settings.types import Format

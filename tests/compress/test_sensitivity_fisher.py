@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lathe.compress.sensitivity.fisher import estimate_costs
+from lathe.compress.sensitivity.measure import estimate_costs
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings.types import Format

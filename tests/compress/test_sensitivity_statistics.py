@@ -3,12 +3,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lathe.compress.sensitivity import accumulator
-from lathe.compress.sensitivity.result import Distribution
-from lathe.compress.sensitivity.statistics import (
+from lathe.compress.sensitivity.measure import (
     input_distributions,
     weight_distributions,
 )
+from lathe.compress.sensitivity.result import Distribution
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan, WeightFormat
 
@@ -76,7 +75,7 @@ def test_inputs_that_come_in_parts(small_gpt: GPT) -> None:
 def test_quartiles_of_a_sample_are_near_and_always_the_same(
     small_gpt: GPT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accumulator, "SAMPLE", 3000)  # of 9,216
+    monkeypatch.setattr("lathe.compress.sensitivity.result.SAMPLE", 3000)  # of 9,216
     x = seen_inputs(small_gpt, batches())
     plan = QuantizationPlan.w8a8({NAME: 0.1})
     one, two = (input_distributions(small_gpt, plan, [NAME], batches())[NAME] for _ in range(2))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lathe.compress.expectations import expectations
+from lathe.compress.plan import expectations
 from lathe.evaluate.comparison import Check
 from lathe.evaluate.gate import GateResult, InformationalMetric
 from lathe.model.checkpoint import save_checkpoint

@@ -12,14 +12,17 @@ import torch
 
 from lathe.compress.activation import int8_candidates
 from lathe.compress.plan import all_int8, formats, make_plan, quantizable
-from lathe.compress.sensitivity.fisher import estimate_costs
-from lathe.compress.sensitivity.measure import BatchMetric
+from lathe.compress.sensitivity.measure import (
+    BatchMetric,
+    estimate_costs,
+    input_distributions,
+    weight_distributions,
+)
 from lathe.compress.sensitivity.rank import (
     run_analysis,
     validation_batches,
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
-from lathe.compress.sensitivity.statistics import input_distributions, weight_distributions
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD

@@ -15,7 +15,7 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 from tokenizers import Tokenizer
 
-from lathe.compress.sensitivity.choice import choose
+from lathe.compress.plan import choose
 from lathe.compress.sensitivity.page import sensitivity_page
 from lathe.compress.sensitivity.result import (
     PAGE,
@@ -153,6 +153,7 @@ def run_analysis(
     subject = open_model(tokens, journal)
     result = rank(recipe.Sensitivity, checkpoint.digest, subject, journal)
     values = asdict(result)
+    # The journal goes when the folder is there: a kill between the two costs no measurement.
     with atomic_folder(output, SENSITIVITY) as work:
         text = json.dumps(values, indent=2, allow_nan=False)
         (work / RESULT).write_text(text + "\n", encoding="utf-8")
@@ -178,7 +179,14 @@ def rank(
     if settings.mode == "fisher":
         baseline = fmean(journal.recall("baseline", lambda: subject.measure({}), list))
         for fmt in forms:
-            factor = _correction(settings, subject, journal, fmt, sum(estimates[fmt].values()))
+            # Scaled to the measured cost of all linears in the format; not for the metric `loss`,
+            # whose differences are mostly noise.
+            factor, estimated = 1.0, sum(estimates[fmt].values())
+            if settings.metric == "kl" and estimated:
+                every = dict.fromkeys(names, fmt)
+                key = f"all in {fmt}"
+                measured = journal.recall(key, lambda every=every: subject.measure(every), list)  # type: ignore[misc]
+                factor = fmean(measured) / estimated
             scores[fmt] = {name: (factor * estimates[fmt][name], None) for name in names}
     else:
         start = dict.fromkeys(names, forms[0]) if is_qat else {}
@@ -217,21 +225,6 @@ def rank(
     )
 
 
-def _correction(
-    settings: SensitivitySettings,
-    subject: AnalyzedModel,
-    journal: Journal,
-    fmt: Format,
-    estimated: float,
-) -> float:
-    """Ratio of the measured to the estimated cost of all linears in a format; 1 for the metric
-    `loss`, whose differences are mostly noise."""
-    if settings.metric != "kl" or not estimated:
-        return 1.0
-    every = dict.fromkeys(subject.names, fmt)
-    return fmean(journal.recall(f"all in {fmt}", lambda: subject.measure(every), list)) / estimated
-
-
 def _one_at_a_time(
     settings: SensitivitySettings,
     subject: AnalyzedModel,
@@ -251,6 +244,7 @@ def _one_at_a_time(
     costs: Costs = {}
     for name in track(subject.names, f"sensitivity to {fmt}", len(subject.names)):
         without = {other: start_format for other, start_format in start.items() if other != name}
+        # From the float model one linear is quantized; from the quantized model one is not.
         changed = without if is_qat else {name: fmt}
         key = f"{name} {fmt}"
         values = journal.recall(key, lambda c=changed: subject.measure(c), list)  # type: ignore[misc]

@@ -1,9 +1,12 @@
-"""The result of a sensitivity analysis."""
+"""The result of a sensitivity analysis, and the statistics in it."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from lathe.model.folder import CheckpointFolder
@@ -15,6 +18,9 @@ from lathe_base.storage import sha256
 
 RESULT = SENSITIVITY.metadata_file
 PAGE = "sensitivity.html"
+SAMPLE = 2**16  # number of values of which quartiles are computed
+
+Floats = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,76 @@ class Distribution:
     channel_spread: float | None
     sqnr_db: float | None
     token_spread: float | None = None
+
+
+@dataclass
+class Accumulator:
+    """Computes a `Distribution` from parts, 2-D with one dimension of channels: sums and extremes,
+    which need not be kept, and a sample of the values."""
+
+    n_parts: int
+    sample: list[Floats] = field(default_factory=list)
+    low: list[Floats] = field(default_factory=list)
+    high: list[Floats] = field(default_factory=list)
+    tokens: list[Floats] = field(default_factory=list)
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def chosen(self, n: int) -> NDArray[np.int64] | None:
+        """Indices of the sample among a part's `n` values, always the same; None means all."""
+        size = SAMPLE // self.n_parts
+        return np.random.default_rng(0).integers(0, n, size) if n > size else None
+
+    def add(
+        self,
+        sample: Floats,
+        low: Floats,
+        high: Floats,
+        signal: float,
+        noise: float,
+        tokens: Floats | None = None,
+    ) -> None:
+        """Add a part.
+
+        Args:
+            sample: representative values.
+            low, high: minimum and maximum of every channel.
+            signal, noise: sum x^2, sum (x_q - x)^2.
+            tokens: absolute maximum of every token, of an activation.
+        """
+        if tokens is not None:
+            self.tokens.append(tokens)
+        self.sample.append(sample)
+        self.low.append(low)
+        self.high.append(high)
+        self.signal += signal
+        self.noise += noise
+
+    def distribution(self) -> Distribution:
+        """The statistics of everything that was added."""
+        low, high = np.min(self.low, 0), np.max(self.high, 0)  # a channel each
+        absmax = np.maximum(-low, high)
+        tokens = np.concatenate(self.tokens) if self.tokens else None
+        q1, median, q3 = np.quantile(np.concatenate(self.sample), [0.25, 0.5, 0.75]).tolist()
+        return Distribution(
+            min=float(low.min()),
+            q1=q1,
+            median=median,
+            q3=q3,
+            max=float(high.max()),
+            absmax=float(absmax.max()),
+            channel_spread=_spread(absmax),
+            sqnr_db=10 * math.log10(self.signal / self.noise)
+            if self.signal and self.noise
+            else None,
+            token_spread=None if tokens is None else _spread(tokens),
+        )
+
+
+def _spread(values: Floats) -> float | None:
+    """The largest over the median one; None if that is 0."""
+    typical = float(np.quantile(values, 0.5, method="lower"))
+    return float(values.max()) / typical if typical else None
 
 
 @dataclass(frozen=True)
