@@ -15,10 +15,9 @@ from pydantic import BaseModel
 
 from lathe.data.chat_template import FIX, sample_chat
 from lathe.data.tokenizer import save_tokenizer
-from lathe.export.attention import padded_head
 from lathe.export.fidelity import HALF_NOISE, KL_NOISE
 from lathe.export.formats import require_formats, write_formats
-from lathe.export.graph import Weight
+from lathe.export.graph import Weight, padded_head
 from lathe.export.model_graph import build
 from lathe.export.prompts import proof_prompts
 from lathe.export.proof import prove
@@ -107,6 +106,7 @@ def export(
         sample_chat(config.chat_template, str(model), FIX)
     prompts, new_tokens = proof_prompts(checkpoint.tokenizer, data, settings, config.n_positions)
     with atomic_folder(output, EXPORT) as work:
+        # Nothing is in its place before it is proved: `work` is renamed at the end.
         metadata = write(checkpoint, work, settings)
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         metadata["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
@@ -187,6 +187,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     head = padded_head(config)
     if prefix := checkpoint.model.prefix:
         rows = torch.cat([x[part] for part in (0, 1) for x in prefix])  # (heads, tokens, D)
+        # -1, a zero of a padded head, becomes the index of the feature that is appended as 0.
         places = torch.tensor(head.features) % (config.head_dim + 1)
         np.save(folder / PREFIX, F.pad(rows, (0, 1))[..., places].numpy())
     write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere

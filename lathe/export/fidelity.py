@@ -148,16 +148,7 @@ def _loss(logits: Tensor, tokens: Tensor) -> float:
     return float(F.cross_entropy(logits[:-1], tokens[1:], reduction="sum"))
 
 
-def without_quantization(model: GPT) -> GPT:
-    """The float model that shares the weights of `model`."""
-    with torch.device("meta"):
-        plain = GPT(model.config.with_quantization(None))
-    weights = {name: t for name, t in model.state_dict().items() if name in plain.state_dict()}
-    plain.load_state_dict(weights, assign=True)
-    return plain.eval()
-
-
 def _divergence(reference: Tensor, actual: Tensor) -> float:
-    """Sum of KL(reference || found) of logits (T, V), in float64 because differences are small."""
+    """Sum of KL(reference || actual) of logits (T, V), in float64 because differences are small."""
     p, q = (logits.double().log_softmax(-1) for logits in (reference, actual))
     return float(F.kl_div(q, p, reduction="sum", log_target=True))

@@ -28,7 +28,7 @@ every past; positions, lengths and totals count them. The input `prefix_length` 
 there so that a caller who does not know the prefix fails.
 
 A head whose size onnxruntime's attention does not support is filled up with zeros in the caches
-(`lathe.export.attention.padded_head`), and head_dim above includes them.
+(`lathe.export.graph.padded_head`), and head_dim above includes them.
 
 With I/O binding, past and present may share a buffer: attention then appends in place.
 """
@@ -38,8 +38,7 @@ from collections.abc import Mapping
 import numpy as np
 from onnx import TensorProto
 
-from lathe.export.attention import LayerHeads, PaddedHead, attention_node, padded_head
-from lathe.export.graph import Graph, Weight
+from lathe.export.graph import Graph, LayerHeads, PaddedHead, Weight, attention_node, padded_head
 from lathe.export.weight_formats import embedding, head, linear, positions
 from lathe.model.architecture import Rope
 from lathe.model.block import frequencies

@@ -24,11 +24,11 @@ from lathe.export.fidelity import (
     Fidelity,
     compare_with_float,
     spread,
-    without_quantization,
 )
 from lathe.export.formats import format_module, require_values
 from lathe.export.prompts import proof_prompts
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.fake_quant import without_quantization
 from lathe_base.artifacts.kinds import EXPORT, open_export
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError
@@ -134,8 +134,20 @@ def prove_files(
     require_tokens(opened, checkpoint, prompts, folder)
     texts = []
     for prompt in track(prompts, f"prove in {engine}", len(prompts)):
-        texts.append(opened.greedy(prompt, new_tokens))
-        _require_text(opened, prompt, texts[-1], folder)
+        text = opened.greedy(prompt, new_tokens)
+        texts.append(text)
+        # Each token of the text has to be the most likely one, in a pass over all of it.
+        logits = opened.logits(np.array([[*prompt, *text]]))[0, len(prompt) - 1 : -1]
+        below = logits.max(-1) - logits[np.arange(len(text)), text]
+        lost = below / spread(torch.from_numpy(logits)).numpy()
+        if not lost.max() <= TIE:
+            step = int(lost.argmax())
+            raise StageError(
+                f"{folder}: in {opened.version} token {step} of a greedy text is {text[step]}, "
+                f"whose logit is {lost[step]:.2g} standard deviations below the largest (limit "
+                f"{TIE})",
+                Code.NOT_PROVED,
+            )
     plain = without_quantization(checkpoint.model)
     fidelity = compare_with_float(checkpoint.model, plain, opened, prompts, texts, noise)
     if not fidelity.kl <= fidelity.kl_limit:
@@ -202,20 +214,6 @@ def require_tokens(
                 f"{wanted[step : step + 8]}",
                 Code.NOT_PROVED,
             )
-
-
-def _require_text(engine: Engine, prompt: list[int], text: list[int], folder: Path) -> None:
-    """Raise StageError unless each token of a greedy text is the most likely one, up to ties."""
-    logits = engine.logits(np.array([[*prompt, *text]]))[0, len(prompt) - 1 : -1]
-    below = logits.max(-1) - logits[np.arange(len(text)), text]
-    lost = below / spread(torch.from_numpy(logits)).numpy()
-    if not lost.max() <= TIE:
-        step = int(lost.argmax())
-        raise StageError(
-            f"{folder}: in {engine.version} token {step} of a greedy text is {text[step]}, whose "
-            f"logit is {lost[step]:.2g} standard deviations below the largest (limit {TIE})",
-            Code.NOT_PROVED,
-        )
 
 
 def proof_texts(checkpoint: Checkpoint, prompts: Sequence[list[int]]) -> Iterator[tuple[str, str]]:

@@ -34,8 +34,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from lathe.export.attention import MICROSOFT
-from lathe.export.graph import Graph
+from lathe.export.graph import MICROSOFT, Graph
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import HFTensors
 from lathe.model.compressed_tensors import WORD
@@ -138,7 +137,8 @@ def embedding(g: Graph, ids: str) -> str:
         return g.op("Gather", g.weight(weight), ids)
     if not fmt.weight.group_size:
         return _look_up_rows(g, weight, fmt, ids)
-    packed, *grid = _grouped(g, weight, fmt, g.weights[weight])  # the bytes of a tied head
+    # The bytes of a tied head too, as rows (V, C * bits / 8), which the operator expects.
+    packed, *grid = _grouped(g, weight, fmt, g.weights[weight])
     rows = g.op("Reshape", packed, g.constant("rows", np.array([0, -1], np.int64)))
     node = helper.make_node(
         "GatherBlockQuantized",
@@ -157,6 +157,7 @@ def embedding(g: Graph, ids: str) -> str:
     g.declare(name, None, None, padded)
     if width == padded:
         return name
+    # The operator returns the padding of the last group too.
     bounds = [np.array([bound], np.int64) for bound in (0, width, -1)]
     return g.op(
         "Slice", name, *map(g.constant, ("first_feature", "n_features", "last_axis"), bounds)

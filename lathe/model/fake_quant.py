@@ -234,6 +234,15 @@ def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
         model.head_input = head_input
 
 
+def without_quantization(model: GPT) -> GPT:
+    """The float model that shares the weights of `model`, in evaluation mode."""
+    with torch.device("meta"):
+        plain = GPT(model.config.with_quantization(None))
+    weights = model.state_dict()  # with those of observers
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()}, assign=True)
+    return plain.eval()
+
+
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace a submodule, by its dotted name."""
     parent, _, attribute = name.rpartition(".")

@@ -53,7 +53,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a layer; see `lathe.export.attention.Heads`."""
+    """The heads of a layer; see `lathe.export.graph.LayerHeads`."""
 
     layer: int
     n_head: int

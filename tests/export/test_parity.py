@@ -8,7 +8,7 @@ import torch
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 
-from lathe.export.parity import linear_errors
+from lathe.export.proof import linear_errors
 from tests.support.small_export import UNIFORM, make_model, random_tokens, write_unproven
 
 PROMPTS = [random_tokens(12, seed=n).tolist() for n in range(2)]

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from lathe.export.formats import compressed_tensors, require_values, write_formats
-from lathe.export.uniform import padded, uniform
+from lathe.export.formats.compressed_tensors import padded, uniform
 from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig

@@ -5,7 +5,6 @@ The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is 
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
-from lathe.model.gpt import GPT
+from lathe.model.fake_quant import without_quantization
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches
 from lathe.train.workers import choose_device
@@ -75,7 +74,7 @@ class TorchModel:
         log.info("analyzing on %s", device)
         batches = calibration_batches(recipe, data)
         self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
-        self.model = without_quantization(checkpoint.model).to(device).eval()
+        self.model = without_quantization(checkpoint.model).to(device)
         plan = checkpoint.model.config.quantization
         settings = recipe.Compress.Quantization
         self.group_size: int = settings.group_size
@@ -131,12 +130,3 @@ class TorchModel:
                 return fake_quant.calibrate(self.model, self.calibration)
 
         return plan.with_scales(journal.recall(f"scales of {fmt}", find, dict))
-
-
-def without_quantization(model: GPT) -> GPT:
-    """A float model that shares the weights."""
-    weights = model.state_dict()
-    with torch.device("meta"):
-        bare = GPT(replace(model.config, quantization=None))
-    bare.load_state_dict({name: weights[name] for name in bare.state_dict()}, assign=True)
-    return bare

@@ -86,12 +86,13 @@ def require(config: GPTConfig, folder: Path) -> None:
             "quantize its parent with Compress.Quantization.prefix=none",
             Code.UNSUPPORTED,
         )
-    if reason := _unsupported(config) or _differs_in_llama_cpp(config):
+    if reason := _unsupported(config):
         raise UserError(f"{folder}: {reason}", HINT, Code.UNSUPPORTED)
 
 
 def _unsupported(config: GPTConfig) -> str | None:
-    """Why GGUF does not support a model; None if it does."""
+    """Why GGUF does not support a model, or what llama.cpp would compute differently; None if
+    nothing."""
     family, known = config.architecture, {*FAMILIES.values(), MISTRAL}
     if family not in known:
         titles = sorted(x.title for x in known)
@@ -105,14 +106,8 @@ def _unsupported(config: GPTConfig) -> str | None:
     if not config.is_uniform and family not in (LLAMA, MISTRAL):
         both = f"{LLAMA.title} and {MISTRAL.title}"
         return f"its layers differ in width, which llama.cpp supports only in {both}"
-    return None
-
-
-def _differs_in_llama_cpp(config: GPTConfig) -> str | None:
-    """What llama.cpp would compute differently because of its assumptions about the family, or
-    None."""
-    family, kinds = config.architecture, config.kinds
-    partial = config.rope.partial_rotary_factor if config.rope else 1
+    # The file does not state these: llama.cpp assumes them for the whole family.
+    partial, kinds = config.rope.partial_rotary_factor if config.rope else 1, config.kinds
     if partial < 1 and not family.rotates_part:
         return f"partial_rotary_factor is {partial:g}, which llama.cpp does not support here"
     if family is GEMMA3:
@@ -151,9 +146,21 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     writer = GGUFWriter(folder / FILE, name if config.is_uniform else PER_LAYER)
     _add_sizes(writer, config)
     for key, value in gguf_metadata(checkpoint.tokenizer, config.vocab_size, source).items():
-        _add(writer, key, value)
+        # The types that llama.cpp expects; a boolean is an integer in Python, and asked first.
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
     _add_ends(writer, checkpoint)
-    _add_sampling(writer, config)
+    sampling = config.sampling.for_requests()  # greedy is a temperature of 0, as in llama.cpp
+    for key, parameter in SAMPLING_KEYS.items():
+        if parameter in sampling:
+            add = writer.add_int32 if parameter == "top_k" else writer.add_float32
+            add(SAMPLING + key, sampling[parameter])
     if config.chat_template:
         writer.add_chat_template(config.chat_template)
     writer.add_quantization_version(2)
@@ -196,15 +203,6 @@ def _add_ends(writer: GGUFWriter, checkpoint: Checkpoint) -> None:
         )
 
 
-def _add_sampling(writer: GGUFWriter, config: GPTConfig) -> None:
-    """Write the recommended sampling parameters; a temperature of 0 is greedy in llama.cpp."""
-    values = config.sampling.for_requests()
-    for key, name in SAMPLING_KEYS.items():
-        if name in values:
-            add = writer.add_int32 if name == "top_k" else writer.add_float32
-            add(SAMPLING + key, values[name])
-
-
 def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
     writer.add_context_length(config.n_positions)
     writer.add_embedding_length(config.n_embd)
@@ -236,18 +234,6 @@ def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
         writer.add_rope_scaling_factor(scaling.factor)
     elif scaling is not None:
         writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Add a key with the type that llama.cpp expects."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 def _tensors(

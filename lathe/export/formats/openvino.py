@@ -138,7 +138,16 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
         model = GPT(config.with_quantization(None))
     tensors = {}
     for name, wanted in model.state_dict().items():
-        rows = _value(core, nodes, name, wanted.shape)
+        if name not in nodes:
+            raise StageError(f"{FILE}: has no {name}", Code.FAILED)
+        # A model of this node alone: OpenVINO dequantizes the weight as it would to compute.
+        part = Model([ops.result(nodes[name].output(0))], [])
+        exact = {"INFERENCE_PRECISION_HINT": "f32"}
+        (array,) = core.compile_model(part, "CPU", exact)([]).values()
+        if f"{name}_scale" in nodes:  # of a table of integers, rows of which are looked up
+            array = array * nodes[f"{name}_scale"].data[:, None]
+        # Without the padding of the last group.
+        rows = torch.from_numpy(np.array(array, np.float32))[tuple(slice(n) for n in wanted.shape)]
         if fused := fused_rows(config, name):
             rows = join_rows(torch.split(rows, fused[1]), fused[0])
         tensors[name] = rows
@@ -146,18 +155,6 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in stored_matrices(model):
         assert not isinstance(tensor, IntegerWeight)
         yield name, tensor
-
-
-def _value(core: openvino.Core, nodes: dict[str, Node], name: str, shape: torch.Size) -> Tensor:
-    """The value of a parameter, without the padding of its last group."""
-    if name not in nodes:
-        raise StageError(f"{FILE}: has no {name}", Code.FAILED)
-    model = Model([ops.result(nodes[name].output(0))], [])
-    exact = {"INFERENCE_PRECISION_HINT": "f32"}
-    (array,) = core.compile_model(model, "CPU", exact)([]).values()
-    if f"{name}_scale" in nodes:  # of a table of integers, rows of which are looked up
-        array = array * nodes[f"{name}_scale"].data[:, None]
-    return torch.from_numpy(np.array(array, np.float32))[tuple(slice(n) for n in shape)]
 
 
 class _StatefulTranslator(Translator):
