@@ -220,7 +220,7 @@ FAULTS = {
         "compress/test_widths.py compress/test_stages.py",
     ),
     "backends": Fault(
-        "lathe/backends/torch_pickle.py",
+        "lathe/backends/torch_file.py",
         '"BFloat16Storage": "bfloat16"',
         '"BFloat16Storage": "<f2"',
         "bfloat16 weights of a Megatron checkpoint are read as float16",

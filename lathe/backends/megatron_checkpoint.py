@@ -2,13 +2,23 @@
 
 The parts of tensor and pipeline parallelism are joined. Linears are stored as (out, in), and the
 rows of the fused queries, keys and values are ordered by `checkpoint_version`. Nothing in the files
-is executed: see `lathe.backends.torch_pickle`.
+is executed: see `lathe.backends.torch_file`.
+
+A model is in several files: one for each tensor-parallel rank, and one for each pipeline rank or,
+with DeepSpeed's pipelines, for each layer. The layouts, with T the tensor-parallel rank, P the
+pipeline rank and L the layer:
+
+    global_stepN/mp_rank_TT_model_states.pt            DeepSpeed without a pipeline
+    global_stepN/layer_LL-model_TT-model_states.pt     DeepSpeed's PipelineModule
+    iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt   Megatron-LM
+
 Sources: megatron/checkpointing.py, megatron/model/ and megatron/mpu/layers.py of Megatron-DeepSpeed
-at b4d4a0e.
+at b4d4a0e; DeepSpeed, runtime/engine.py and runtime/pipe/module.py.
 """
 
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,19 +29,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.backends.imported import write_imported
-from lathe.backends.megatron_files import CheckpointFiles, find_files
-from lathe.backends.torch_file import TorchFile, open_torch_file
-from lathe.backends.torch_pickle import Placeholder, TensorView
+from lathe.backends.torch_file import Placeholder, TensorView, TorchFile, open_torch_file
+from lathe.data.tokenizer import load_tokenizer
 from lathe.model.config import GPTConfig
 from lathe.model.families import GPT2
-from lathe.model.folder import non_finite, require_fit
+from lathe.model.folder import non_finite, require_fit, require_vocabulary, write_imported
 from lathe_base.artifacts.kinds import CHECKPOINT
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError, printable
+from lathe_base.inputs import read_text
 from lathe_base.provenance.step import attested
 from lathe_base.storage import claim_output_folder
 
+log = logging.getLogger("lathe")
+
+TRACKERS = ("latest", "latest_checkpointed_iteration.txt")
+LAYER = re.compile(r"layer_(\d{2,5})-model_(\d{2,4})-model_states\.pt")
+MODULE = re.compile(r"mp_rank_(\d{2,4})_model_states\.pt")
+FOLDER = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?")
+MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
+ZERO_3 = "zero_pp_rank_*_mp_rank_*_model_states.pt"
+EXPERTS = "*expert_*_model_states.pt"
+FOLDER_HINT = (
+    "give the folder global_stepN or iter_NNNNNNN, or the one that has it and names it in latest"
+)
+FEWER = "copy all parts of the checkpoint, those of every node"
 COMPLETE = (
     "give all parts; and Model.num_attention_heads, if the checkpoint does not contain the flags "
     "of its training"
@@ -61,10 +83,25 @@ WHOLE = {
 """Megatron's tensors outside of blocks -> Hugging Face's."""
 BLOCK = re.compile(r"layers\.(\d{1,5})\.(.+)\.(weight|bias)")
 
-log = logging.getLogger("lathe")
-
 NOT_GPT2 = "only GPT-2's architecture is supported"
 EPSILON = 1e-5
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a checkpoint.
+
+    Attributes:
+        folder: that of one step.
+        pieces: consecutive parts of the model, each with the files of its tensor-parallel ranks.
+        metadata: the file with the flags of the training.
+        is_by_layer: whether a piece is a layer, by DeepSpeed's names.
+    """
+
+    folder: Path
+    pieces: list[tuple[Path, ...]]
+    metadata: Path
+    is_by_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +140,104 @@ def import_megatron(recipe: Recipe, source: Path, tokenizer: Path, output: Path)
     flags = read_training_flags(files, recipe.Model.num_attention_heads)
     weights = _read_model(files, flags)
     config = _shape(weights, flags, files.folder)
-    write_imported(output, weights, config, tokenizer, recipe, "megatron")
+    vocabulary = load_tokenizer(tokenizer)
+    hint = "give the tokenizer that the model was trained with"
+    require_vocabulary(vocabulary, config, tokenizer, hint)
+    write_imported(output, weights, config, vocabulary, recipe, "megatron")
     return config
+
+
+def find_files(source: Path) -> CheckpointFiles:
+    """The files of the checkpoint `source`, or of the newest one that `source` names.
+
+    Raises:
+        UserError: no checkpoint, one in a format that is not supported, or missing files.
+    """
+    if not source.is_dir():
+        what = "not a folder" if source.exists() else "no such folder"
+        raise UserError(f"{printable(source)}: {what}", FOLDER_HINT, Code.NOT_FOUND)
+    folder = _newest(source)
+    names = sorted(path.name for path in folder.iterdir())
+    if any(folder.glob(EXPERTS)):
+        what = f"{folder}: has experts, but mixtures of experts are not supported"
+        raise UserError(what, "give a dense GPT", Code.UNSUPPORTED)
+    layers = {(int(m[1]), int(m[2])): folder / m[0] for n in names if (m := LAYER.fullmatch(n))}
+    modules = {(0, int(m[1])): folder / m[0] for n in names if (m := MODULE.fullmatch(n))}
+    if layers:
+        if not modules:
+            what = f"{folder}: no mp_rank_00_model_states.pt, which has the flags of the training"
+            raise UserError(what, FEWER, Code.INCOMPLETE)
+        return CheckpointFiles(folder, _pieces(folder, layers), modules[min(modules)], True)
+    if modules:
+        pieces = _pieces(folder, modules)
+        return CheckpointFiles(folder, pieces, pieces[0][0])
+    ranks = {}
+    for match in (m for n in names if (m := FOLDER.fullmatch(n))):
+        paths = [folder / match[0] / name for name in MEGATRON_FILES]
+        if not (present := [path for path in paths if path.exists()]):
+            raise UserError(f"{paths[0].parent}: no {paths[0].name}", FEWER, Code.INCOMPLETE)
+        ranks[int(match[2] or 0), int(match[1])] = present[0]
+    if ranks:
+        pipeline = {rank for rank, _ in ranks}
+        if missing := sorted(set(range(len(pipeline))) - pipeline):
+            raise UserError(
+                f"{folder}: pipeline rank {missing[0]} is missing", FEWER, Code.INCOMPLETE
+            )
+        pieces = _pieces(folder, ranks)
+        return CheckpointFiles(folder, pieces, pieces[0][0])
+    if any(folder.glob(ZERO_3)):
+        raise UserError(
+            f"{folder}: ZeRO stage 3 has divided every weight among the data-parallel ranks",
+            "save whole weights there: train a step with stage 2 or lower from this checkpoint, or "
+            "with stage3_gather_16bit_weights_on_model_save",
+            Code.UNSUPPORTED,
+        )
+    if any(folder.glob("*.distcp")):
+        raise UserError(
+            f"{folder}: a distributed checkpoint of Megatron-Core",
+            "convert it there first, with --ckpt-convert-format torch",
+            Code.UNSUPPORTED,
+        )
+    raise UserError(f"{folder}: no checkpoint of Megatron", FOLDER_HINT, Code.WRONG_KIND)
+
+
+def _newest(source: Path) -> Path:
+    """The folder of the step that the tracker in `source` names, or `source` itself."""
+    for name in TRACKERS:
+        tracker = source / name
+        if not os.path.lexists(tracker):
+            continue
+        step = read_text(tracker, FOLDER_HINT, 100).strip()
+        if not re.fullmatch(r"\w[\w.-]*", step):
+            what = f"{tracker}: {printable(step, 60)!r} is not the name of a checkpoint"
+            raise UserError(what, FOLDER_HINT, Code.MALFORMED)
+        candidates = [f"global_step{step}", f"iter_{int(step):07d}"] if step.isdecimal() else [step]
+        for candidate in candidates:
+            if (source / candidate).is_dir():
+                return source / candidate
+        what = f"{tracker}: names {' or '.join(candidates)}, which does not exist"
+        raise UserError(what, "copy that folder, or give another one", Code.NOT_FOUND)
+    return source
+
+
+def _pieces(folder: Path, files: Mapping[tuple[int, int], Path]) -> list[tuple[Path, ...]]:
+    """The files by piece and tensor-parallel rank.
+
+    Raises:
+        UserError: the ranks of a piece have gaps, or pieces have different ranks.
+    """
+    by_piece: dict[int, dict[int, Path]] = {}
+    for (piece, rank), path in sorted(files.items()):
+        by_piece.setdefault(piece, {})[rank] = path
+    count = 1 + max(rank for _, rank in files)
+    for ranks in by_piece.values():
+        for rank in range(count):
+            if rank not in ranks:
+                near = next(iter(ranks.values()))
+                shown = near.relative_to(folder)
+                what = f"{folder}: tensor-parallel rank {rank} of {count} is missing beside {shown}"
+                raise UserError(what, FEWER, Code.INCOMPLETE)
+    return [tuple(ranks[rank] for rank in range(count)) for ranks in by_piece.values()]
 
 
 def _read_model(files: CheckpointFiles, flags: TrainingFlags) -> Arrays:
@@ -199,10 +332,25 @@ def _named_views(file: TorchFile, key: str) -> dict[str, tuple[str, TensorView]]
     """The tensors of a file: own name -> Megatron's name and the tensor."""
     value = file.value.get(key) if key and isinstance(file.value, dict) else file.value
     tensors = dict(_flatten(value, file.path))
-    prefix = "" if key else _layer_prefix(tensors.keys(), file.path)
+    # DeepSpeed's file of one layer leaves out what kind of layer it is.
+    names, prefix = tensors.keys(), ""
+    if not key:
+        if "word_embeddings.weight" in names:
+            prefix = "embedding."
+        elif "input_layernorm.weight" in names:
+            prefix = "layers.0."
+        elif set(names) == {"weight", "bias"}:
+            prefix = "final_layernorm."
+        else:
+            raise UserError(
+                f"{file.path}: not a layer of a GPT: {printable(', '.join(names), 100)}",
+                HINT,
+                Code.UNSUPPORTED,
+            )
     views: dict[str, tuple[str, TensorView]] = {}
     for theirs, view in tensors.items():
         name = to_lathe_name(prefix + theirs, file.path)
+        # A last pipeline rank has the word embedding twice: as such, and for the head.
         if name in views and name != "wte.weight":
             raise UserError(
                 f"{file.path}: {views[name][0]} and {theirs} are the same tensor",
@@ -229,19 +377,6 @@ def _flatten(value: Any, path: Path, above: str = "") -> Iterator[tuple[str, Ten
             yield from _flatten(inner, path, f"{name}.")
         elif inner is not None and not name.endswith("_extra_state"):  # of Transformer Engine
             raise UserError(f"{path}: {printable(name)} is not a tensor", HINT, Code.MALFORMED)
-
-
-def _layer_prefix(names: Any, path: Path) -> str:
-    """What DeepSpeed leaves out of the names of a layer's tensors, by the kind of layer."""
-    if "word_embeddings.weight" in names:
-        return "embedding."
-    if "input_layernorm.weight" in names:
-        return "layers.0."
-    if set(names) == {"weight", "bias"}:
-        return "final_layernorm."
-    raise UserError(
-        f"{path}: not a layer of a GPT: {printable(', '.join(names), 100)}", HINT, Code.UNSUPPORTED
-    )
 
 
 def _shape(weights: Mapping[str, Array], flags: TrainingFlags, folder: Path) -> GPTConfig:

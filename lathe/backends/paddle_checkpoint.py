@@ -3,19 +3,35 @@
 A PaddleFleetX checkpoint is `mp_00_sharding_00_pp_00/model.pdparams`, with linears (in, out) as in
 HF's files, a fused qkv ordered head by head, and its own names. Source: PaddleFleetX release 2.4,
 `ppfleetx/models/language_model/gpt/dygraph/single_model.py`.
+
+A run on several cards writes `mp_XX_sharding_XX_pp_XX/model.pdparams`: each tensor-parallel rank
+(mp) its slice of the split tensors, each pipeline stage (pp) its layers, each sharding rank the
+whole of both, because every stage of sharding gathers parameters before it saves them. Source:
+`ppfleetx/core/engine/eager_engine.py`, `save`.
 """
 
 import json
 import math
-from pathlib import Path
+import re
+from collections.abc import Iterator
+from itertools import islice, product
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 
-from lathe.backends.imported import write_imported
-from lathe.backends.paddle_names import QUANTIZERS, Arrays, by_head, by_projection, their_name
-from lathe.backends.paddle_parts import FILE, PART, Rank, locate, read_model
-from lathe.backends.pdparams import write_pdparams
-from lathe.data.tokenizer import tokenizer_files
+from lathe.backends.paddle_names import (
+    QUANTIZERS,
+    WEIGHT_RANGE,
+    Arrays,
+    by_head,
+    by_projection,
+    their_name,
+    to_lathe_names,
+)
+from lathe.backends.pdparams import load_pdparams, read_pdparams, write_pdparams
+from lathe.data.tars import files_in_tar, is_tar
+from lathe.data.tokenizer import load_tokenizer, tokenizer_files
 from lathe.model.config import GPTConfig, require_gpt2
 from lathe.model.families import GPT2
 from lathe.model.folder import (
@@ -26,6 +42,8 @@ from lathe.model.folder import (
     read_tensors,
     require_fit,
     require_size,
+    require_vocabulary,
+    write_imported,
 )
 from lathe.model.quantization import (
     ACTIVATION_LEVELS,
@@ -39,6 +57,34 @@ from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder
 
+FILE = "model.pdparams"
+ENDING = ".pdparams"
+PART = "mp_00_sharding_00_pp_00"
+RANK = re.compile(r"mp_(\d+)_sharding_(\d+)_pp_(\d+)")
+COPY = "copy the whole checkpoint again"
+SPLIT = {
+    **{x.name: 1 for x in GPT2.linears if x.style == "column"},
+    **{x.name: 0 for x in GPT2.linears if x.style == "row"},
+}
+"""Linear -> the axis of its weight (in, out) that tensor parallelism splits."""
+
+
+class Rank(NamedTuple):
+    """A process of a run, by its place in every kind of parallelism."""
+
+    mp: int = 0
+    sharding: int = 0
+    pp: int = 0
+
+    def __str__(self) -> str:
+        return f"mp_{self.mp:02}_sharding_{self.sharding:02}_pp_{self.pp:02}"
+
+    @classmethod
+    def of(cls, folder: str) -> "Rank | None":
+        """The rank that a folder is named after, if any."""
+        match = RANK.fullmatch(folder)
+        return cls(*map(int, match.groups())) if match else None
+
 
 def import_checkpoint(
     recipe: Recipe, source: Path, tokenizer: Path | None, output: Path
@@ -51,7 +97,7 @@ def import_checkpoint(
     Args:
         recipe: gives `Model.num_attention_heads`, which cannot be derived from the tensors.
         source: `model.pdparams`, with or without its extension; a folder or tar archive that
-            contains it, or the parts of several ranks (see `lathe.backends.paddle_parts`).
+            contains it, or the parts of several ranks.
         tokenizer: `tokenizer.json`, or a folder with GPT-2's BPE; by default that beside the model.
 
     Raises:
@@ -86,7 +132,10 @@ def _import(recipe: Recipe, source: Path, tokenizer: Path, output: Path) -> GPTC
         weights[name] = by_projection(wide, config.head_dim) if GPT2.is_fused(name) else wide
         if not np.isfinite(wide).all():
             raise non_finite(source, name)
-    write_imported(output, weights, config, tokenizer, recipe, "paddlefleetx")
+    vocabulary = load_tokenizer(tokenizer)
+    hint = "give the tokenizer that the model was trained with"
+    require_vocabulary(vocabulary, config, tokenizer, hint)
+    write_imported(output, weights, config, vocabulary, recipe, "paddlefleetx")
     return config
 
 
@@ -197,3 +246,218 @@ def _shape(arrays: Arrays, n_head: int, path: Path) -> GPTConfig:
         ) from error
     require_fit(path, {name: a.shape for name, a in arrays.items()}, dict(config.tensor_shapes()))
     return config
+
+
+def locate(source: Path) -> Path:
+    """The file or folder that is meant: `.../model` is PaddleFleetX's spelling of
+    `.../model.pdparams`."""
+    file = source.with_name(f"{source.name}{ENDING}") if source.name else source
+    return file if not source.exists() and file.is_file() else source
+
+
+def read_model(source: Path, heads: int) -> tuple[Arrays, int]:
+    """The tensors of a model by Lathe's name (see `to_lathe_names`), merged, and the
+    tensor-parallel degree.
+
+    Args:
+        source: a `.pdparams` file, a folder with the model at any depth, or a tar archive with it,
+            compressed or not; of an archive nothing but the model is read.
+        heads: see `to_lathe_names`.
+
+    Raises:
+        UserError: no model, several, a missing rank, ranks that contradict each other, or a file
+            that is broken or holds anything but arrays.
+    """
+    kept: dict[tuple[int, int], tuple[str, Arrays]] = {}
+    seen: set[Rank] = set()
+    for rank, where, stored in _parts(source):
+        arrays = to_lathe_names(stored, heads, where)
+        seen.add(rank)
+        first = kept.setdefault((rank.pp, rank.mp), (where, arrays))
+        _require_same(first, (where, arrays), rank)
+    degrees = [range(1 + max(rank[i] for rank in seen)) for i in range(len(Rank._fields))]
+    ranks = (Rank(*position) for position in product(*degrees))
+    if missing := list(islice((rank for rank in ranks if rank not in seen), 4)):
+        raise UserError(
+            f"{source}: {', '.join(map(str, missing))} missing, of "
+            f"{math.prod(map(len, degrees))} parts",
+            COPY,
+            Code.INCOMPLETE,
+        )
+    # First the slices of each stage, along their axes, then the layers of all stages.
+    degree = 1 + max(rank.mp for rank in seen)
+    stages = [
+        _merge_slices([kept[pp, mp] for mp in range(degree)], source)
+        for pp in range(1 + max(rank.pp for rank in seen))
+    ]
+    return _merge_stages(stages, source), degree
+
+
+def _parts(source: Path) -> Iterator[tuple[Rank, str, Arrays]]:
+    """Rank, file and tensors of every part, one in memory at a time."""
+    if source.is_file() and is_tar(source):
+        parts: list[PurePosixPath] = []
+        for name, file in files_in_tar(source, _is_model):
+            parts.append(PurePosixPath(name))
+            _require_one_model(parts, source)
+            where = f"{source}: {name}"
+            yield Rank.of(parts[-1].parent.name) or Rank(), where, load_pdparams(file, where)
+        if not parts:
+            raise UserError(
+                f"{source}: no {FILE} in this archive",
+                "give the archive of a PaddleFleetX model",
+                Code.WRONG_KIND,
+            )
+        return
+    if not source.is_dir():
+        path = source
+        is_part = path.name == FILE and Rank.of(path.parent.name)
+        if not is_part or len(_ranks(path.parent.parent)) == 1:
+            yield Rank(), str(path), read_pdparams(path)
+            return
+        source = path.parent
+    for path in _files(source):
+        yield Rank.of(path.parent.name) or Rank(), str(path), read_pdparams(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of the model in a folder, or of the whole model if it is the folder of one rank."""
+    parent = folder.absolute().parent
+    if Rank.of(folder.absolute().name):
+        folder = parent
+    parts = _ranks(folder)
+    files = (
+        [path / FILE for path in parts]
+        if parts
+        else sorted(p for p in folder.rglob(f"*{FILE}") if _is_model(p.relative_to(folder)))
+    )
+    if not files:
+        raise UserError(
+            f"{folder}: no {FILE} in this folder or below",
+            f"give {FILE}, or the folder or archive that contains it",
+            Code.WRONG_KIND,
+        )
+    _require_one_model([PurePosixPath(path) for path in files], folder)
+    if missing := [path for path in files if not path.is_file()]:
+        raise UserError(f"{missing[0]}: no such file", COPY, Code.INCOMPLETE)
+    return files
+
+
+def _ranks(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("mp_*_sharding_*_pp_*") if Rank.of(path.name))
+
+
+def _is_model(path: PurePosixPath | Path) -> bool:
+    """Whether a file in an archive or folder is a model's; macOS adds hidden files `._*`."""
+    return path.name == FILE and not any(part.startswith(".") for part in path.parts)
+
+
+def _require_one_model(parts: list[PurePosixPath], source: Path) -> None:
+    folders = {p.parent.parent if Rank.of(p.parent.name) else p.parent for p in parts}
+    if len(folders) > 1:
+        names = ", ".join(sorted(str(folder) for folder in folders)[:4])
+        raise UserError(
+            f"{source}: more than one model: {names}", "give the folder of one", Code.AMBIGUOUS
+        )
+    if len(set(parts)) < len(parts):
+        raise UserError(f"{source}: {parts[-1]} is there twice", COPY, Code.DUPLICATE)
+
+
+def _require_same(first: tuple[str, Arrays], other: tuple[str, Arrays], rank: Rank) -> None:
+    """Raise UserError unless a sharding rank has the same weights as the first one."""
+    (before, ours), (where, theirs) = first, other
+    if ours is theirs:
+        return
+    if any(ours[name].shape != theirs[name].shape for name in ours.keys() & theirs.keys()):
+        raise UserError(
+            f"{where}: other shapes than in {before}: not the whole weights, but a partition",
+            "save again with PaddleFleetX, which gathers the parameters of stage 3 first",
+            Code.UNSUPPORTED,
+        )
+    differing = sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if _is_weight(name)  # quantizers may differ
+        and not (name in ours and name in theirs and np.array_equal(ours[name], theirs[name]))
+    )
+    if differing:
+        raise UserError(
+            f"{where}: {differing[0]} differs from {before}, but sharding ranks hold the same",
+            "give parts of the same step",
+            Code.MISMATCH,
+        )
+
+
+def _is_weight(name: str) -> bool:
+    return name.endswith((".weight", ".bias"))
+
+
+def _merge_slices(parts: list[tuple[str, Arrays]], source: Path) -> Arrays:
+    """The whole tensors of a pipeline stage from the slices of its tensor-parallel ranks."""
+    (before, first), *others = parts
+    if not others:
+        return first
+    for where, arrays in others:
+        if names := sorted(first.keys() ^ arrays.keys()):
+            raise UserError(
+                f"{where}: {names[0]} is there or in {before} only", COPY, Code.INCOMPLETE
+            )
+    merged: Arrays = {}
+    for name in first:
+        slices = [arrays[name] for _, arrays in parts]
+        axis = _split_axis(name, slices[0].size)
+        if not _is_weight(name) and axis is None:
+            merged[name] = np.maximum.reduce(slices)
+        elif axis is None:
+            for (where, _), array in zip(parts, slices, strict=True):
+                if not np.array_equal(array, slices[0]):
+                    raise UserError(
+                        f"{where}: {name} differs from {before}, but is not split between ranks",
+                        "give parts of the same step",
+                        Code.MISMATCH,
+                    )
+            merged[name] = slices[0]
+        else:
+            try:
+                merged[name] = np.concatenate(slices, axis=axis)
+            except ValueError as error:
+                raise UserError(
+                    f"{source}: the parts of {name} do not fit: {error}", COPY, Code.MISMATCH
+                ) from None
+    return merged
+
+
+def _split_axis(name: str, size: int) -> int | None:
+    """The axis along which ranks hold slices of a tensor; None if each holds all of it."""
+    if name == GPT2.table:
+        return 0
+    inner = re.sub(rf"^{GPT2.blocks}\.\d+\.", "", name)
+    linear = next((known for known in SPLIT if inner.startswith(f"{known}.")), None)
+    if linear is None:
+        return None
+    kind = inner.removeprefix(f"{linear}.")
+    if kind == "weight":
+        return SPLIT[linear]
+    is_column = SPLIT[linear] == 1
+    if kind == "bias":
+        return 0 if is_column else None
+    return 0 if is_column and kind == WEIGHT_RANGE and size > 1 else None
+
+
+def _merge_stages(stages: list[Arrays], source: Path) -> Arrays:
+    """All layers. The last stage holds the token embedding too, which it shares with the first,
+    and position embeddings of its own, which it never uses."""
+    merged = dict(stages[0])
+    positions = f"{GPT2.embeddings[1]}.weight"
+    for number, arrays in enumerate(stages[1:], 1):
+        for name, array in arrays.items():
+            if name == positions:
+                continue
+            if name in merged and not np.array_equal(merged[name], array):
+                raise UserError(
+                    f"{source}: pp_{number:02} has another {name} than a stage before it",
+                    "give parts of the same step",
+                    Code.MISMATCH,
+                )
+            merged[name] = array
+    return merged

@@ -15,7 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from lathe.data.chat_template import CHAT_FILES
@@ -33,7 +35,7 @@ from lathe_base.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
 from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError, os_errors
-from lathe_base.storage import digest, sha256
+from lathe_base.storage import atomic_folder, digest, sha256
 from lathe_base.storage.verified import require_intact
 
 HUB = "hf://"
@@ -427,6 +429,29 @@ def write_folder(
             os.replace(work / name, folder / name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def write_imported(
+    output: Path,
+    weights: Mapping[str, NDArray[Any]],
+    config: GPTConfig,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    engine: str,
+) -> None:
+    """Write what was read from another framework's files as a checkpoint folder.
+
+    Args:
+        weights: float32, by Hugging Face's names without the prefix.
+        engine: the framework that they come from.
+    """
+    stored = config.architecture.stored_name
+
+    def write_weights(file: Path) -> None:
+        save_file({stored(name): array for name, array in weights.items()}, file, {"format": "pt"})
+
+    with atomic_folder(output, CHECKPOINT) as work:
+        write_folder(work, write_weights, config, tokenizer, "import", recipe, engine=engine)
 
 
 def training_origin(parent: Path | None, data: TokenDataset | None) -> Origin:

@@ -27,7 +27,6 @@ from gguf import (
     get_tensor_name_map,
 )
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from lathe.data.chat_template import define_tokens, sample_chat
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
@@ -36,13 +35,13 @@ from lathe.data.tokenizer import EOS, OTHER_ENDS, end_token, vocab_size
 from lathe.model.architecture import SCALING_KEYS, Architecture, Rope, RopeScaling
 from lathe.model.config import GPTConfig
 from lathe.model.families import ARCHITECTURES, GEMMA3, LLAMA, MISTRAL, SMOLLM3
-from lathe.model.folder import non_finite, require_fit, write_folder
+from lathe.model.folder import non_finite, require_fit, write_imported
 from lathe_base.artifacts.kinds import CHECKPOINT
 from lathe_base.artifacts.sampling import SamplingDefaults, sampling_defaults
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError, explain_os_error
 from lathe_base.provenance.step import attested
-from lathe_base.storage import atomic_folder, claim_output_folder
+from lathe_base.storage import claim_output_folder
 
 KEYS = {
     "context_length": "n_positions",
@@ -129,13 +128,7 @@ def import_gguf(recipe: Recipe, source: Path, output: Path) -> GPTConfig:
             Code.INCOMPLETE,
         )
     weights = dict(_weights(tensors, config, source))
-
-    def write_weights(file: Path) -> None:
-        stored = config.architecture.stored_name
-        save_file({stored(name): array for name, array in weights.items()}, file, {"format": "pt"})
-
-    with atomic_folder(output, CHECKPOINT) as work:
-        write_folder(work, write_weights, config, tokenizer, "import", recipe, engine="gguf")
+    write_imported(output, weights, config, tokenizer, recipe, "gguf")
     return config
 
 

@@ -18,8 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.backends.torch_file import open_torch_file
-from lathe.backends.torch_pickle import Placeholder, Storage, StorageType, TensorView
+from lathe.backends.torch_file import Placeholder, Storage, StorageType, TensorView, open_torch_file
 from lathe_base.errors import Code, UserError
 from tests.support.errors import raises
 

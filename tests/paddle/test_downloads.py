@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.backends.paddle_checkpoint import export_checkpoint, import_checkpoint
-from lathe.backends.paddle_parts import FILE, PART
+from lathe.backends.paddle_checkpoint import FILE, PART, export_checkpoint, import_checkpoint
 from lathe.backends.pdparams import read_pdparams, write_pdparams
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import read_config
