@@ -246,6 +246,7 @@ def _read_model(files: CheckpointFiles, flags: TrainingFlags) -> Arrays:
     layers = 0
     for piece, key in _order(files):
         joined = dict(_join(piece, key, files, flags))
+        # Layers are counted from 0 in each piece.
         local = {int(name.split(".")[1]) for name in joined if name.startswith("h.")}
         if local != set(range(len(local))):
             missing = next(i for i in range(len(local) + 1) if i not in local)
@@ -298,6 +299,7 @@ def _join(
 ) -> Iterator[tuple[str, Array]]:
     """Yield each tensor of a piece, joined over the tensor-parallel ranks; layers count from 0."""
     with ExitStack() as stack:
+        # All files at once: a tensor is joined when it is read, and only one is in memory.
         opened = [stack.enter_context(open_torch_file(path)) for path in piece]
         parts = [_named_views(file, key) for file in opened]
         for file, part in zip(opened, parts, strict=True):
@@ -365,6 +367,7 @@ def _flatten(value: Any, path: Path, above: str = "") -> Iterator[tuple[str, Ten
     """Yield the tensors of nested dictionaries by their dotted names."""
     if not isinstance(value, dict):
         raise UserError(f"{path}: contains no tensors by name", HINT, Code.WRONG_KIND)
+    # Not value.items(): a pickle may have set an attribute `items` of an OrderedDict.
     for key, inner in dict.items(value):
         name = f"{above}{key}"
         if len(name) > 500:
@@ -444,7 +447,7 @@ def join_parts(name: str, parts: Sequence[Array], flags: TrainingFlags) -> Array
         return np.concatenate(parts)
     if kind == "weight" and any(part.ndim != 2 for part in parts):
         raise ValueError("not a matrix")
-    if linear.style == "row":
+    if linear.style == "row":  # its bias is added once, to the sum over the ranks
         return np.concatenate(parts, 1).T if kind == "weight" else _replicated(parts)
     joined = _by_projection(parts, flags) if linear.name == QKV else np.concatenate(parts)
     return joined.T if kind == "weight" else joined
@@ -500,6 +503,7 @@ def read_training_flags(files: CheckpointFiles, heads: int) -> TrainingFlags:
             "give a checkpoint of Megatron",
             Code.WRONG_KIND,
         )
+    # The flags are an argparse.Namespace, of which the unpickler makes a placeholder.
     args = value.get("args")
     flags = dict(vars(args)) if isinstance(args, Placeholder) else {}
     version = value.get("checkpoint_version", 0)
@@ -509,6 +513,7 @@ def read_training_flags(files: CheckpointFiles, heads: int) -> TrainingFlags:
     if not flags:
         log.warning("%s: no flags of the training: taking %d attention heads", path, heads)
     _require_gpt2(flags, str(path))
+    # The second name is that of early versions.
     ranks = flags.get("tensor_model_parallel_size", flags.get("model_parallel_size"))
     count = len(files.pieces[0])
     if _is_number(ranks) and ranks != count:

@@ -273,6 +273,7 @@ def read_model(source: Path, heads: int) -> tuple[Arrays, int]:
     for rank, where, stored in _parts(source):
         arrays = to_lathe_names(stored, heads, where)
         seen.add(rank)
+        # Of the sharding ranks, which hold the same, only the first is kept.
         first = kept.setdefault((rank.pp, rank.mp), (where, arrays))
         _require_same(first, (where, arrays), rank)
     degrees = [range(1 + max(rank[i] for rank in seen)) for i in range(len(Rank._fields))]
@@ -310,6 +311,7 @@ def _parts(source: Path) -> Iterator[tuple[Rank, str, Arrays]]:
             )
         return
     if not source.is_dir():
+        # The file of one rank among several stands for all of them.
         path = source
         is_part = path.name == FILE and Rank.of(path.parent.name)
         if not is_part or len(_ranks(path.parent.parent)) == 1:
@@ -406,7 +408,7 @@ def _merge_slices(parts: list[tuple[str, Arrays]], source: Path) -> Arrays:
     for name in first:
         slices = [arrays[name] for _, arrays in parts]
         axis = _split_axis(name, slices[0].size)
-        if not _is_weight(name) and axis is None:
+        if not _is_weight(name) and axis is None:  # a range: the widest that a rank has seen
             merged[name] = np.maximum.reduce(slices)
         elif axis is None:
             for (where, _), array in zip(parts, slices, strict=True):
@@ -438,6 +440,8 @@ def _split_axis(name: str, size: int) -> int | None:
     kind = inner.removeprefix(f"{linear}.")
     if kind == "weight":
         return SPLIT[linear]
+    # A column linear's outputs are split, and with them its bias and their ranges; a row linear's
+    # bias is added once, to the sum over the ranks.
     is_column = SPLIT[linear] == 1
     if kind == "bias":
         return 0 if is_column else None

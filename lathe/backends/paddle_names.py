@@ -93,6 +93,7 @@ def to_lathe_name(theirs: str, where: str) -> str | None:
     Raises:
         UserError: not a tensor of PaddleFleetX's GPT.
     """
+    # Quantizers' names begin with an underscore, and have dots of their own.
     parts = [part for part in theirs.split(".") if part not in WRAPPERS]
     split = next((i for i, part in enumerate(parts) if part.startswith("_")), len(parts) - 1)
     module, kind = ".".join(parts[:split]), ".".join(parts[split:])
@@ -114,6 +115,7 @@ def _lathe_module(theirs: str) -> str | None:
     if match := BLOCK.fullmatch(theirs):
         layer, inner = int(match[1]), match[2]
     elif match := LAYER.fullmatch(theirs):
+        # In a pipeline the embedding is layer 0, and the first block layer 1.
         layer, inner = int(match[1]) + int(match[2] or 0) - 1, match[3]
         if inner == FINAL_NORM:
             return GPT2.final_norm

@@ -65,6 +65,7 @@ def start(verb: str, recipe: Recipe, *arguments: object) -> None:
 
 def _run(command: list[str]) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Variables of this environment would mislead the other interpreter.
     outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
     child = subprocess.Popen(
         tied(command),
@@ -82,6 +83,7 @@ def _run(command: list[str]) -> None:
             if not line.startswith(MARK):
                 noise.append(line)
                 continue
+            # The first line that looks like a message of an error begins it; the rest are its hint.
             text = line.removeprefix(MARK).rstrip("\n")
             if said or MESSAGE.match(text):
                 said.append(text)
@@ -120,7 +122,7 @@ def rebuild_error(status: int, message: str, code: str) -> UserError | StageErro
 @contextmanager
 def _forwarding(terminate: Callable[[], None]) -> Iterator[None]:
     """Forward SIGTERM to the child, which saves its state."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
         yield
         return
     before = signal.signal(signal.SIGTERM, lambda *_: terminate())

@@ -67,6 +67,7 @@ def load_pdparams(file: IO[bytes], path: str) -> dict[str, NDArray[Any]]:
 def _join_slices(arrays: dict[Any, Any], path: str) -> None:
     """Join the slices of arrays, in place."""
     try:
+        # Whatever does not fit is one error: both the table and the slices are the file's.
         for name, part in arrays.pop(SLICES, {}).items():
             pieces = [arrays.pop(piece) for piece in part["slices"]]
             if name in arrays or not all(isinstance(piece, np.ndarray) for piece in pieces):
@@ -95,6 +96,7 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         try:
+            # Protocols up to 2 write Python 2's names.
             return ADMITTED[module.replace("__builtin__", "builtins"), name]
         except KeyError:
             raise UserError(
@@ -132,7 +134,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): NDARRAY,
     ("numpy", "dtype"): _dtype,
     ("numpy.core.multiarray", "_reconstruct"): _empty,
-    ("numpy._core.multiarray", "_reconstruct"): _empty,
+    ("numpy._core.multiarray", "_reconstruct"): _empty,  # numpy 2's
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "tuple"): tuple,
     ("builtins", "list"): list,
@@ -149,6 +151,6 @@ def _array(name: object, value: Any, path: str) -> NDArray[Any]:
         raise UserError(
             f"{path}: {name} is a {type(value).__name__}, not a tensor", HINT, Code.MALFORMED
         )
-    if value.dtype == np.uint16:
+    if value.dtype == np.uint16:  # bfloat16, the upper half of a float32
         return (value.astype(np.uint32) << 16).view(np.float32)
     return value

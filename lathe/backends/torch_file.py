@@ -302,7 +302,7 @@ class TorchFile:
             raise ValueError("no list of storages")
         for key in keys:
             storage = unpickler.storages.get(key) if isinstance(key, str) else None
-            (numel,) = struct.unpack("<q", file.read(8))
+            (numel,) = struct.unpack("<q", file.read(8))  # before the bytes of each storage
             if storage is None or numel != storage.numel:
                 raise ValueError("a storage has another size than its tensors say")
             self._starts[key] = file.tell()

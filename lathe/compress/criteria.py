@@ -155,6 +155,7 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
         for batch in track(list(batches), "importance"):
             B = len(batch)
             for groups, (attention, mlp) in zip(counts, _output_projections(model), strict=True):
+                # One for each sequence: a batch gives a slope for every sequence in it.
                 gates[attention] = torch.ones(B, groups, device=batch.device)
                 gates[mlp] = torch.ones(B, mlp.in_features, device=batch.device)
             for gate in gates.values():

@@ -49,11 +49,14 @@ def require_possible(
     if not settings.ratio:
         return []
     heads = config.per_group if settings.head_unit == "query" else config.n_kv_head
+    # Kind of unit -> units of each layer, and the multiple that has to stay.
     kinds = {"heads": (heads, 1), "channels": (config.n_inner, settings.channel_multiple)}
     unmet, gone = [], 0
     for name, (units, multiple) in kinds.items():
         removed = sum(n - kept_units(n, settings.ratio, multiple) for n in units)
         gone += removed
+        # Rounded in every layer, a ratio may remove much less than it says: warn from a step per
+        # layer on.
         if not removed or sum(units) * settings.ratio - removed >= multiple * len(units):
             unmet.append(
                 f"{name}: Compress.Prune.ratio={settings.ratio} removes {removed} of "

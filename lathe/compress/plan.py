@@ -63,11 +63,6 @@ def quantizable(config: GPTConfig, settings: QuantizationSettings) -> list[str]:
     return config.linear_names() + head
 
 
-def all_int8(config: GPTConfig, settings: QuantizationSettings) -> dict[str, Format]:
-    """INT8 for every quantizable linear."""
-    return dict.fromkeys(quantizable(config, settings), "int8")
-
-
 def formats(
     settings: QuantizationSettings, int8: Sequence[Format] = (), named: bool = True
 ) -> list[Format]:

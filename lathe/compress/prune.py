@@ -73,7 +73,7 @@ def prune(recipe: Recipe, model: Path, data: Path, output: Path) -> TrainResult:
             _one_round(recipe, i, dense, start, data, folder)
             start = open_folder(folder)
     result = _one_round(recipe, rounds, dense, start, data, output)
-    if is_first:
+    if is_first:  # the rounds' checkpoints have served
         for folder in others:
             remove_run(folder)
             with suppress(OSError):
@@ -90,6 +90,7 @@ def _one_round(
     output: Path,
 ) -> TrainResult:
     """The `index`-th round, from 1: prune `start`, the previous round's model, and finetune."""
+    # The finished model is a child of `parent`, whichever round it starts from.
     settings, dense = recipe.Compress.Prune, parent.config
     inputs = {"model": parent.digest}
     teacher = teacher_folder(recipe.Compress.Distill, parent.path)

@@ -71,7 +71,10 @@ def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[
             is smaller.
     """
     return [
-        KeptUnits(_largest(heads, ratio), _largest(channels, ratio, multiple))
+        KeptUnits(
+            largest_units(heads, kept_units(len(heads), ratio)),
+            largest_units(channels, kept_units(len(channels), ratio, multiple)),
+        )
         for heads, channels in zip(scores.heads, scores.channels, strict=True)
     ]
 
@@ -280,10 +283,6 @@ def _gpt_like(model: GPT, config: GPTConfig, state: dict[str, Tensor]) -> GPT:
     small.set_recompute(model.recompute)
     small.load_state_dict(state, assign=True)
     return small
-
-
-def _largest(scores: Tensor, ratio: float, multiple: int = 1) -> Tensor:
-    return largest_units(scores, kept_units(len(scores), ratio, multiple))
 
 
 def _spans(units: Tensor, length: int) -> Tensor:

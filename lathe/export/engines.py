@@ -280,6 +280,7 @@ class OpenVINOGenAI(Engine):
         sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
         self.genai = import_module("openvino_genai")
         self.openvino = import_module("openvino")
+        # Defaults depend on the processor, and round weights and cached keys and values.
         exact = {
             "INFERENCE_PRECISION_HINT": "f32",
             "KV_CACHE_PRECISION": "f32",
@@ -333,7 +334,7 @@ class VLLM(Remote):
                 [*command, folder / compressed_tensors.FOLDER, str(other.fileno())],
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 pass_fds=[other.fileno()],
-                stdout=sys.stderr,
+                stdout=sys.stderr,  # vLLM prints there too, and stdout is the command's
             )
         self.version = self._result()
 

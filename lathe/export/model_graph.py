@@ -109,7 +109,7 @@ def norm(g: Graph, module: str, name: str, x: str) -> str:
         return x
     family, path = g.config.architecture, f"{module}.{name}".lstrip(".")
     weight = g.weight(f"{path}.weight")
-    if family.norm_offset:
+    if family.norm_offset:  # added here, once: the operator has no such input
         whole = g.weights[weight] + g.weights_type.type(family.norm_offset)
         weight = g.constant(f"{path}.whole", whole)
     if family.norm == "rms_norm":

@@ -24,7 +24,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 SCALING_KEYS: dict[RopeType, tuple[str, ...]] = {
     "linear": ("factor",),
-    "dynamic": ("factor",),
+    "dynamic": ("factor",),  # no effect on texts of Lathe's lengths, but kept in `config.json`
     "llama3": (
         *("factor", "low_freq_factor", "high_freq_factor"),
         "original_max_position_embeddings",
@@ -277,6 +277,7 @@ class Architecture:
     def find_linear(self, name: str) -> Linear | None:
         """The linear that a module or parameter path belongs to, None if it is not a linear's; the
         path starts at the model or at a block."""
+        # Dots at the ends, so that a name is compared as a whole: no `gate_up_proj` for `up_proj`.
         path = f".{name.removesuffix('.weight').removesuffix('.bias')}"
         return next((x for x in self.linears if path.endswith(f".{x.name}")), None)
 

@@ -102,6 +102,7 @@ def front_matter(config: GPTConfig, meta: Mapping[str, Any], origin: Origin) -> 
     elif card.license:
         license = {"license": "other", "license_name": card.license}
     tags = ["lathe", config.architecture.model_type]
+    # The stage of a later checkpoint is another one: then only unequal layers show the pruning.
     if meta.get("stage") == "prune" or not config.is_uniform:
         tags.append("pruned")
     if config.quantization is not None:

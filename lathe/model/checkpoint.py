@@ -125,7 +125,7 @@ def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]
         drop_tied_head(tensors, family, files[0])
     wanted = dict(config.tensor_shapes())
     require_fit(files[0], {name: tensor.shape for name, tensor in tensors.items()}, wanted)
-    with torch.device("meta"):
+    with torch.device("meta"):  # for its names only
         names = list(GPT(config).state_dict())
     state = {}
     for name in names:
@@ -210,7 +210,7 @@ def by_projection(rows: Tensor, config: GPTConfig, name: str) -> Tensor:
 def join_rows(parts: Sequence[Tensor], groups: int) -> Tensor:
     """Rows of several matrices (groups * n_i, ...) -> the rows of one (groups * sum n_i, ...): for
     each group those of the first part, then those of the second, and so on."""
-    apart = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    apart = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]  # (groups, n_i, ...)
     return torch.cat(apart, 1).flatten(0, 1)
 
 

@@ -123,7 +123,7 @@ class WeightScheme(BaseModel):
     @model_validator(mode="after")
     def _with_strategy(self) -> "WeightScheme":
         size = self.group_size
-        if self.strategy is None:
+        if self.strategy is None:  # as the package infers it
             self.strategy = "tensor" if size is None else "channel" if size == -1 else "group"
         if self.strategy == "group" and (size is None or size < 1):
             raise ValueError(f"strategy is group, but group_size is {size}")
@@ -183,6 +183,7 @@ class Schemes:
 
 def _names(target: str, path: str) -> bool:
     if target.startswith("re:"):
+        # From the beginning, but not to the end, as in the package.
         return re.match(target.removeprefix("re:"), path) is not None
     return target == path
 

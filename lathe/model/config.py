@@ -92,7 +92,7 @@ class GPTConfig:
         """Key-value heads of each layer."""
         return self.kv_heads or self.n_head
 
-    @cached_property
+    @cached_property  # it writes to __dict__, which `frozen` allows
     def kinds(self) -> tuple[AttentionKind, ...]:
         """Kind of attention of each layer."""
         return self.attention or (AttentionKind(self.rope),) * self.n_layer
@@ -216,7 +216,7 @@ class GPTConfig:
         """(name, shape) of every tensor in HF's files, names without the prefix."""
         C, family = self.n_embd, self.architecture
         n_rows = self.vocab_size, self.n_position_rows
-        for name, rows in zip(family.embeddings, n_rows, strict=False):
+        for name, rows in zip(family.embeddings, n_rows, strict=False):  # one if rotary
             yield f"{name}.weight", (rows, C)
         if not self.tie_word_embeddings:
             yield f"{HEAD}.weight", (self.vocab_size, C)
@@ -259,6 +259,8 @@ class GPTConfig:
         family, is_uniform = self.architecture, self.is_uniform
         is_hf = is_uniform and self.quantization is None
         states_heads = is_uniform and family.has_head_dim
+        # Where layers differ, HF's keys have what fits the hidden size, or null; the numbers of every
+        # layer are in `lathe`.
         sizes = {
             **{name: getattr(self, name) for name in family.keys.values() if name},
             "n_head": self.n_head[0] if states_heads else self.n_embd // self.head_dim,
@@ -400,6 +402,7 @@ def read_config(folder: Path) -> GPTConfig:
             Code.UNSUPPORTED,
         )
     config = GPTConfig.from_json(values, str(path))
+    # Hugging Face has these in files beside `config.json`; Lathe's has all of them.
     if "lathe" not in values:
         has_end_ids = config.architecture is not GPT2 and read_end_ids(folder)
         return replace(

@@ -41,7 +41,7 @@ _WITH_ORIGINAL = ("llama3", "yarn", "longrope", "su")
 
 
 class _ConfigPart(BaseModel):
-    model_config = ConfigDict(strict=True, protected_namespaces=())
+    model_config = ConfigDict(strict=True, protected_namespaces=())  # strict: "12" is not 12
 
 
 class ShapeJson(_ConfigPart):
@@ -127,7 +127,7 @@ def parse(values: dict[str, Any], source: str) -> ShapeJson:
             Code.UNSUPPORTED,
         )
     lathe_values = values.get("lathe")
-    if lathe_values is None:
+    if lathe_values is None:  # Hugging Face's: an absent key has transformers' default
         values = {**family.defaults, **values}
     _require_arithmetic(values, family, source)
     if lathe_values is None:
@@ -232,6 +232,8 @@ def attention_kinds(
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
     if window is not None:
         window = checked(window, _Size, f"{source}: sliding_window", HINT)
+    # An explicit list has to agree with the window. A derived one gives way to a window that is
+    # off, unless layers with a window have a rotary base of their own.
     listed = types if family.local_theta else values.get("layer_types") or []
     if window is None and SLIDING in listed:
         raise UserError(
@@ -272,7 +274,7 @@ def _plain(values: dict[str, Any], family: Architecture, source: str) -> dict[st
     shape = {
         "head_dim": C // H if head_dim is None else head_dim,
         "n_head": [H] * L,
-        "n_inner": [values.get(family.key("n_inner")) or 4 * C] * L,
+        "n_inner": [values.get(family.key("n_inner")) or 4 * C] * L,  # GPT-2's null is 4 times C
     }
     if family.has_head_dim:
         groups = values.get(family.key("n_kv_head"))
@@ -356,7 +358,7 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
         if values.get(family_key) is not None:
             rope_values.setdefault(key, values[family_key])
     positions = values.get(family.key("n_positions"))
-    if values.get(ORIGINAL) is not None:
+    if values.get(ORIGINAL) is not None:  # Phi-3's is beside the object
         rope_values[ORIGINAL] = values[ORIGINAL]
     # transformers' defaults: the model's own length, and the ratio of the two.
     if (

@@ -7,6 +7,7 @@ from typing import Any
 
 from lathe.model.architecture import FULL, SLIDING, Architecture, Linear
 
+# `qkv_proj` and `gate_up_proj` are modules of Lathe's; files have their matrices separately.
 ATTENTION = ("self_attn.qkv_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_up_proj", "mlp.down_proj")
 QKV = Linear(
@@ -255,7 +256,7 @@ GEMMA3 = like_llama(
     },
     biases={"attention_bias": ATTENTION},
     activation="gelu_tanh",
-    norm_offset=1.0,
+    norm_offset=1.0,  # weights are stored minus one
     block_norms=("input_layernorm", "pre_feedforward_layernorm"),
     output_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     head_norms=HEAD_NORMS,
@@ -412,6 +413,7 @@ SEQUENTIAL = replace(
 _OPT_LINEARS = (
     QKV,
     Linear("self_attn.out_proj", "heads", "row", "out"),
+    # The files have these two in the block itself; in Lathe's blocks the FFN is a module.
     Linear("mlp.fc1", "channels", "column", "linear1", ("channels",), ("fc1",)),
     Linear("mlp.fc2", "channels", "row", "linear2", files=("fc2",)),
 )

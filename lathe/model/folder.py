@@ -179,6 +179,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not names:
         raise UserError(f"{index}: lists no shards", HINT, Code.MALFORMED)
     for name in names:
+        # What a file names is not followed out of its folder.
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(
                 f"{index}: names {name!r}, which is not a shard in its folder", HINT, Code.UNSAFE
@@ -338,7 +339,7 @@ def require_size(files: Sequence[Path], config: GPTConfig) -> None:
     absurd size is never allocated."""
     needed = config.n_params * MIN_PARAMETER_BYTES
     if not all(path.is_file() for path in files):
-        return
+        return  # `read_tensors` says which is missing
     size = sum(path.stat().st_size for path in files)
     if size < needed:
         raise UserError(
@@ -486,6 +487,7 @@ def read_ancestors(folder: Path | CheckpointFolder) -> list[Ancestor]:
 def hub_name(folder: Path) -> tuple[str, str] | None:
     """Name and revision of a local folder in the Hugging Face Hub's cache; None elsewhere."""
     match = SNAPSHOT.search(folder.absolute().as_posix())
+    # The cache spells the slash of owner/name as two hyphens.
     return (match[1].replace("--", "/"), match[2]) if match else None
 
 

@@ -162,6 +162,7 @@ class _Reader(GGUFReader):
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         """Raise ValueError unless each tensor begins where the one before it ends, aligned."""
+        # GGUFReader maps whatever bytes the fields state: everything is checked before that.
         alignment, expected = int(self.alignment), 0
         for field in fields:
             _, _, n_dims, dims, raw_type, offset = field.parts
@@ -234,6 +235,7 @@ def _config(
         values["num_experts"] = gguf_keys["expert_count"]
     if WINDOW in gguf_keys:
         values["sliding_window"] = gguf_keys[WINDOW]
+    # Files do not state by what Gemma 3 divides scores; llama.cpp takes the head size.
     head_size = gguf_keys.get("attention.key_length")
     if head_size and "score_scalar" in family.keys.values():
         values[family.key("score_scalar")] = head_size
@@ -308,6 +310,7 @@ def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> di
     """Settings derived from the presence and sizes of tensors: vocabulary, tied embeddings,
     biases."""
     fields: dict[str, Any] = {}
+    # Shapes are reversed in GGUF: the last number is that of the rows.
     if (table := tensors.get("token_embd.weight")) is not None:
         fields["vocab_size"] = int(table.shape[-1])
     if True not in family.arithmetic.get("tie_word_embeddings", ()):
@@ -396,7 +399,7 @@ def _weights(
     shapes = dict(config.tensor_shapes())
     for theirs, name in names.items():
         array = _array(tensors[theirs], source)
-        if family.is_conv1d(name):
+        if family.is_conv1d(name):  # GPT-2's: (in, out) in Hugging Face's files
             array = np.ascontiguousarray(array.T)
         require_fit(source, {name: array.shape}, {name: shapes[name]})
         if is_interleaved(config, name):

@@ -184,7 +184,7 @@ def save_adapters(
     save_file(dict(tensors), folder / WEIGHTS, {"format": "pt"})
 
 
-UNSUPPORTED = {
+SUPPORTED = {
     "peft_type": "LORA",
     "use_dora": False,
     "bias": "none",
@@ -206,7 +206,7 @@ def merge_adapters(model: GPT, folder: Path) -> None:
     """
     hint = "give a folder that peft's save_pretrained or `lathe finetune` wrote"
     config = read_json(folder / CONFIG, hint)
-    for key, supported in UNSUPPORTED.items():
+    for key, supported in SUPPORTED.items():
         if (value := config.get(key, supported)) not in (supported, None, [], {}):
             raise UserError(
                 f"{folder / CONFIG}: {key} {value!r} is not supported",
@@ -240,11 +240,11 @@ def merge_adapters(model: GPT, folder: Path) -> None:
         fused = fused_apart(model.config, owner[0])
         matrices = list(torch.split(torch.arange(len(weight)), fused[1])) if fused else []
         rows = torch.arange(len(weight))
-        if fused:  # places of the file's rows among the model's
+        if fused:  # where the file's rows are among the model's
             order = join_rows([part[:, None] for part in matrices], fused[0])[:, 0]
-            places = torch.argsort(order)
+            positions = torch.argsort(order)
             is_apart = len(family.stored_names(owner[0])) > 1
-            rows = places[matrices[owner[1]]] if is_apart else places
+            rows = positions[matrices[owner[1]]] if is_apart else positions
         if a.shape[1] != weight.shape[1] or b.shape != (len(rows), rank):
             raise UserError(
                 f"{folder / WEIGHTS}: {module.removeprefix(PREFIX)} has adapters "

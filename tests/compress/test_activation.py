@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.compress.activation import with_int8_formats
-from lathe.compress.plan import all_int8
+from lathe.compress.plan import quantizable
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.model.checkpoint import load_checkpoint
@@ -32,7 +32,7 @@ STATIC = "moving_average_abs_max"
 
 def chosen(model: GPT, *overrides: str) -> dict[str, Format]:
     recipe = load_recipe("tiny", (*QUANTIZE, *overrides))
-    int8 = all_int8(model.config, recipe.Compress.Quantization)
+    int8 = dict.fromkeys(quantizable(model.config, recipe.Compress.Quantization), "int8")
     return with_int8_formats(recipe, model, [TOKENS], int8)
 
 

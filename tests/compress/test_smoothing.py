@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from lathe.compress import smoothing
 from lathe.compress.activation import smoothing_factors
-from lathe.compress.plan import all_int8, make_plan
+from lathe.compress.plan import make_plan, quantizable
 from lathe.compress.smoothing import find_factors, fold
 from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
@@ -104,7 +104,7 @@ def test_it_is_done_where_it_is_due(
 
     def places(model: GPT, *overrides: str) -> int:
         recipe = load_recipe("tiny", (*SMALL, *overrides))
-        formats = all_int8(model.config, recipe.Compress.Quantization)
+        formats = dict.fromkeys(quantizable(model.config, recipe.Compress.Quantization), "int8")
         if recipe.Compress.Quantization.weight_bits == 4:
             formats = {}
         return len(smoothing_factors(recipe, model, [TOKENS], formats))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lathe.compress.activation import int8_candidates
-from lathe.compress.plan import all_int8, formats, make_plan, quantizable
+from lathe.compress.plan import formats, make_plan, quantizable
 from lathe.compress.sensitivity.measure import (
     BatchMetric,
     estimate_costs,
@@ -80,11 +80,13 @@ class TorchModel:
         self.group_size: int = settings.group_size
         possible = quantizable(self.model.config, settings)
         self.forms: Sequence[Format]
+        # A quantized checkpoint (mode qat) has its formats already; a float model is calibrated in
+        # each that its linears may have.
         if plan:
             self.forms = ["int4" if plan.weight_bits == 4 else "int8"]
             self.plans = {self.forms[0]: plan}
         else:
-            every = all_int8(self.model.config, settings)
+            every: dict[str, Format] = dict.fromkeys(possible, "int8")
             int8 = int8_candidates(recipe, self.model, self.calibration, every)
             self.forms = [x for x in formats(settings, int8, named) if x != "float"]
             self.plans = {fmt: self._calibrated(settings, fmt, journal) for fmt in self.forms}
@@ -129,4 +131,5 @@ class TorchModel:
             with fake_quant.inserted(self.model, plan):
                 return fake_quant.calibrate(self.model, self.calibration)
 
+        # From the journal after a kill, so that costs are measured with the same scales.
         return plan.with_scales(journal.recall(f"scales of {fmt}", find, dict))

@@ -163,7 +163,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
             add(SAMPLING + key, sampling[parameter])
     if config.chat_template:
         writer.add_chat_template(config.chat_template)
-    writer.add_quantization_version(2)
+    writer.add_quantization_version(2)  # GGML_QNT_VERSION
     wide, kinds = [], Counter[GGMLQuantizationType]()
     for name, kind, data in _tensors(checkpoint, dtype):
         if kind is None:
@@ -175,6 +175,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     if wide:
         words = "%d matrices, such as %s, are float16 in %s: their inputs are not a multiple of %d"
         log.warning(words, len(wide), wide[0], FILE, GGUF_BLOCK)
+    # A file has one type in its metadata: that of most matrices.
     (commonest, _), *_ = kinds.most_common(1)
     writer.add_file_type(FILE_TYPES[commonest])
     writer.write_header_to_file()
@@ -208,7 +209,7 @@ def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
     writer.add_embedding_length(config.n_embd)
     writer.add_block_count(config.n_layer)
     writer.add_vocab_size(config.vocab_size)
-    is_uniform = config.is_uniform
+    is_uniform = config.is_uniform  # else one number for each layer, of the architecture `deci`
     for add, sizes in (
         (writer.add_feed_forward_length, config.n_inner),
         (writer.add_head_count, config.n_head),
