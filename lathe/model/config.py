@@ -259,8 +259,8 @@ class GPTConfig:
         family, is_uniform = self.architecture, self.is_uniform
         is_hf = is_uniform and self.quantization is None
         states_heads = is_uniform and family.has_head_dim
-        # Where layers differ, HF's keys have what fits the hidden size, or null; the numbers of every
-        # layer are in `lathe`.
+        # Where layers differ, HF's keys have what fits the hidden size, or null; `lathe` has the
+        # numbers of every layer.
         sizes = {
             **{name: getattr(self, name) for name in family.keys.values() if name},
             "n_head": self.n_head[0] if states_heads else self.n_embd // self.head_dim,

@@ -32,7 +32,9 @@ STATIC = "moving_average_abs_max"
 
 def chosen(model: GPT, *overrides: str) -> dict[str, Format]:
     recipe = load_recipe("tiny", (*QUANTIZE, *overrides))
-    int8 = dict.fromkeys(quantizable(model.config, recipe.Compress.Quantization), "int8")
+    int8: dict[str, Format] = dict.fromkeys(
+        quantizable(model.config, recipe.Compress.Quantization), "int8"
+    )
     return with_int8_formats(recipe, model, [TOKENS], int8)
 
 

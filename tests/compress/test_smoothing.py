@@ -19,6 +19,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import QuantizationSettings
+from lathe_base.config.settings.types import Format
 from tests.support import families
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, plant
 from tests.support.small_export import PRUNED, make_model
@@ -104,7 +105,8 @@ def test_it_is_done_where_it_is_due(
 
     def places(model: GPT, *overrides: str) -> int:
         recipe = load_recipe("tiny", (*SMALL, *overrides))
-        formats = dict.fromkeys(quantizable(model.config, recipe.Compress.Quantization), "int8")
+        names = quantizable(model.config, recipe.Compress.Quantization)
+        formats: dict[str, Format] = dict.fromkeys(names, "int8")
         if recipe.Compress.Quantization.weight_bits == 4:
             formats = {}
         return len(smoothing_factors(recipe, model, [TOKENS], formats))
