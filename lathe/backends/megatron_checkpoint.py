@@ -163,6 +163,7 @@ def find_files(source: Path) -> CheckpointFiles:
         raise UserError(what, "give a dense GPT", Code.UNSUPPORTED)
     layers = {(int(m[1]), int(m[2])): folder / m[0] for n in names if (m := LAYER.fullmatch(n))}
     modules = {(0, int(m[1])): folder / m[0] for n in names if (m := MODULE.fullmatch(n))}
+    # DeepSpeed's pipelines have a file for each layer, and others with the flags beside them.
     if layers:
         if not modules:
             what = f"{folder}: no mp_rank_00_model_states.pt, which has the flags of the training"
@@ -171,6 +172,7 @@ def find_files(source: Path) -> CheckpointFiles:
     if modules:
         pieces = _pieces(folder, modules)
         return CheckpointFiles(folder, pieces, pieces[0][0])
+    # Megatron-LM has a folder for each rank.
     ranks = {}
     for match in (m for n in names if (m := FOLDER.fullmatch(n))):
         paths = [folder / match[0] / name for name in MEGATRON_FILES]
@@ -211,6 +213,7 @@ def _newest(source: Path) -> Path:
         if not re.fullmatch(r"\w[\w.-]*", step):
             what = f"{tracker}: {printable(step, 60)!r} is not the name of a checkpoint"
             raise UserError(what, FOLDER_HINT, Code.MALFORMED)
+        # The number of a step, whose folder either tool may have named; or the folder's name.
         candidates = [f"global_step{step}", f"iter_{int(step):07d}"] if step.isdecimal() else [step]
         for candidate in candidates:
             if (source / candidate).is_dir():
@@ -443,7 +446,7 @@ def join_parts(name: str, parts: Sequence[Array], flags: TrainingFlags) -> Array
     linear = next((x for x in GPT2.linears if module.endswith(f".{x.name}")), None)
     if linear is None and name != "wte.weight":
         return _replicated(parts)
-    if linear is None:
+    if linear is None:  # the word embedding, divided by its rows
         return np.concatenate(parts)
     if kind == "weight" and any(part.ndim != 2 for part in parts):
         raise ValueError("not a matrix")

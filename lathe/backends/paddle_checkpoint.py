@@ -179,6 +179,7 @@ def _tokenizer_beside(source: Path) -> Path:
     Raises:
         UserError: there is none.
     """
+    # Absolute, so that `.` has a name and a folder around it.
     folder = (source if source.is_dir() else source.parent).absolute()
     for candidate in (folder, folder.parent) if Rank.of(folder.name) else (folder,):
         if tokenizer_files(candidate):
@@ -201,7 +202,7 @@ def _plan(config: GPTConfig, ranges: Arrays, path: Path) -> QuantizationPlan | N
         if absmax is None and weight is None:
             continue
         limit = 0.0 if absmax is None else float(absmax.max())
-        if bound is not None:
+        if bound is not None:  # PACT clips there
             limit = min(limit, float(bound.max()))
         if weight is None or not 0 < limit < math.inf:
             raise UserError(

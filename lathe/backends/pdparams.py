@@ -21,7 +21,7 @@ from lathe_base.storage import atomic_file
 
 NAMES = "StructuredToParameterName@@"
 SLICES = "UnpackBigParamInfor@@"
-PROTOCOL = 4
+PROTOCOL = 4  # with which an array of any size stays whole
 NDARRAY = "ndarray"  # stands for the type, which a pickle could call with any shape
 
 HINT = "save only the model's state dictionary: `paddle.save(model.state_dict(), path)`"

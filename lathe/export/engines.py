@@ -154,7 +154,7 @@ def _answer(engine: Callable[[Path], Engine], folder: Path, pipe: Connection) ->
         try:
             pipe.send(getattr(opened, method)(*arguments))
         except Exception as error:
-            pipe.send(error)
+            pipe.send(error)  # raised on the other side
 
 
 class OnnxRuntime(Engine):

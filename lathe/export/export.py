@@ -234,6 +234,7 @@ class GraphWeights(Mapping[str, Weight]):
         tensor = by_projection(self._tensors[name], self._config, name)
         if name.endswith(".weight") and self._config.architecture.find_linear(name) is not None:
             tensor = tensor.T
+        # A view of torch's memory, unless the type changes.
         weight: Weight = tensor.numpy().astype(self._dtype, copy=False)
         return weight
 

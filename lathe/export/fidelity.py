@@ -101,6 +101,7 @@ def compare_with_float(
     kl, torch_kl, same, flips, chosen = 0.0, 0.0, 0, list[Flip](), 0
     loss, float_loss, torch_same, error = 0.0, 0.0, 0, 0.0
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        # In one pass: every token of the text is judged after the same tokens before it.
         whole = torch.tensor([[*prompt, *text]])
         expected = plain(whole)[0]
         tokens = whole[:, : len(prompt)]

@@ -128,7 +128,7 @@ def attention(g: Graph, layer: int, x: str) -> str:
     head = padded_head(config)
     if not head.is_plain:
         qkv = _rearranged(g, qkv, config.head_dim, head.features)
-    output = name.rpartition(".")[0]
+    output = name.rpartition(".")[0]  # the attention's module
     rotary = _rotary_caches(g, kind.rope, head) if kind.rope else ()
     n_head, n_kv_head = config.n_head[layer], config.n_kv_head[layer]
     heads = LayerHeads(n_head, n_kv_head, config.score_scale, kind.window, rotary)

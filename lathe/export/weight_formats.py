@@ -279,6 +279,7 @@ def count_products(nodes: Iterable[onnx.NodeProto]) -> tuple[int, int]:
     ops = Counter[str]()
     for node in nodes:
         levels = {a.name: a.i for a in node.attribute if a.name == "accuracy_level"}
+        # The one operator of both kinds: an attribute decides whether it rounds its input.
         rounds = node.op_type == GROUPED and levels.get("accuracy_level") == ROUNDED_INPUT
         ops[f"{GROUPED} of integers" if rounds else node.op_type] += 1
     return sum(ops[op] for op in INTEGER_KERNELS), sum(ops[op] for op in FLOAT_KERNELS)

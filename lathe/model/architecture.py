@@ -204,7 +204,7 @@ class Architecture:
     lathe_type: str
     lathe_class: str
     title: str
-    keys: Mapping[str, str] = field(hash=False)
+    keys: Mapping[str, str] = field(hash=False)  # mappings cannot be hashed
     arithmetic: Mapping[str, tuple[Any, ...]] = field(hash=False)
     norm: Literal["layer_norm", "rms_norm"]
     epsilon: float

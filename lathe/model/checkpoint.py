@@ -102,6 +102,7 @@ def save_checkpoint(
 
     def write_weights(path: Path) -> None:
         stored = model.config.architecture.stored_name
+        # safetensors rejects views in another order than their memory's.
         tensors = {stored(name): t.contiguous() for name, t in HFTensors(model).items()}
         save_file(tensors, path, {"format": "pt"})
 

@@ -27,7 +27,7 @@ from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
-MAX_LAYERS = 100_000
+MAX_LAYERS = 100_000  # a list of this length is made from one number of a file
 HINT = "give the folder of a checkpoint"
 ROPE_TYPES = ("default", *get_args(RopeType))
 ORIGINAL = "original_max_position_embeddings"

@@ -220,7 +220,7 @@ class GPT(nn.Module):
         cache = KVCache([like.new_zeros(s) for s in shapes], [like.new_zeros(s) for s in shapes])
         if c.n_prefix:
             for layer, keys_values in enumerate(self.prefix):
-                cache.append(layer, *keys_values[:, None])
+                cache.append(layer, *keys_values[:, None])  # the same for every row
             cache.length = c.n_prefix
         return cache
 

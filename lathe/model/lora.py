@@ -124,7 +124,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     1 / sqrt(in). Independent of the parallel layout."""
     if ".lora_B." in name:
         return torch.zeros(shape)
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[1])  # that of kaiming_uniform_(a=sqrt(5)), which peft calls
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 

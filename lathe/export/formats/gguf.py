@@ -190,7 +190,7 @@ def _add_ends(writer: GGUFWriter, checkpoint: Checkpoint) -> None:
     not recognize by their texts, and all of them for Ollama."""
     first, *others = dict.fromkeys((*checkpoint.model.config.end_ids, checkpoint.eos_id))
     texts = {token: checkpoint.tokenizer.id_to_token(token) for token in others}
-    others.sort(key=lambda token: texts[token] in ENDS_BY_TEXT)
+    others.sort(key=lambda token: texts[token] in ENDS_BY_TEXT)  # those last
     for key, token in zip(END_KEYS, (first, *others), strict=False):
         writer.add_uint32(f"{TOKENIZER}{key}", token)
     if others:
