@@ -317,19 +317,9 @@ def _require_batch(
     cache = onnx_model.start(len(prompts), int(lengths.max()))
     together = onnx_model.step(cache, tokens, lengths)  # (B, V)
     alone = [onnx_model.logits(np.array([list(prompt)]))[0, -1] for prompt in prompts]
-    batch, mixed = np.abs(together - np.stack(alone)), _mixed_differences(onnx_model, prompts)
-    for logits, where in ((batch, "a batch"), (mixed, "a mixed step")):
-        if not (error := float(judge(logits))) <= limit:
-            raise ProofError(f"a row's logits change by {error:.3g} in {where} (limit {limit:.3g})")
-    return float(max(batch.max(), mixed.max()))
-
-
-def _mixed_differences(
-    onnx_model: OnnxModel, prompts: Sequence[Sequence[int]]
-) -> NDArray[np.float32]:
-    """Logit differences (rows + 1, V) between a mixed step, which decodes all prompts with their
-    last token repeated and reads the second half of the last prompt, and computing each alone."""
-    tokens, lengths = pad(prompts)
+    batch = np.abs(together - np.stack(alone))
+    # A mixed step decodes all prompts, with their last token repeated, and reads the second half of
+    # the last prompt.
     n_rows, chunk, half = len(prompts), np.array(prompts[-1]), len(prompts[-1]) // 2
     cache = onnx_model.start(n_rows + 1, int(lengths.max()) + 1)
     rows = onnx_model.rows(cache, 0, n_rows)
@@ -337,13 +327,15 @@ def _mixed_differences(
     onnx_model.step(rows, tokens, lengths)
     if half:
         onnx_model.step(prompt, chunk[None, :half])
-    # One step: each row repeats its last token, and the last prompt is read to its end.
     again = np.array([row[-1] for row in prompts])
-    mixed, read = onnx_model.mix(onnx_model.pair(rows, prompt), again, chunk[half:], True)
+    decoded, read = onnx_model.mix(onnx_model.pair(rows, prompt), again, chunk[half:], True)
     longer = [[*row, row[-1]] for row in prompts]
     alone = [onnx_model.logits(np.array([row]))[0, -1] for row in (*longer, prompts[-1])]
-    differences: NDArray[np.float32] = np.abs(np.concatenate([mixed, read]) - np.stack(alone))
-    return differences
+    mixed = np.abs(np.concatenate([decoded, read]) - np.stack(alone))  # (B + 1, V)
+    for logits, where in ((batch, "a batch"), (mixed, "a mixed step")):
+        if not (error := float(judge(logits))) <= limit:
+            raise ProofError(f"a row's logits change by {error:.3g} in {where} (limit {limit:.3g})")
+    return float(max(batch.max(), mixed.max()))
 
 
 def _require_greedy(

@@ -138,6 +138,7 @@ def rotate(x: Tensor, by: Rotation) -> Tensor:
     n = cos.shape[-1]
     rotated, kept = x[..., :n].float(), x[..., n:]
     first, second = rotated.chunk(2, dim=-1)
+    # (a, b) -> (a cos - b sin, b cos + a sin)
     turned = (rotated * cos + torch.cat((-second, first), -1) * sin).type_as(x)
     return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
 
