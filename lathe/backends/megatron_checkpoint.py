@@ -58,7 +58,7 @@ COMPLETE = (
     "give all parts; and Model.num_attention_heads, if the checkpoint does not contain the flags "
     "of its training"
 )
-MODELS = re.compile(r"model(\d{0,3})|module")
+MODELS = re.compile(r"model(\d{0,3})|module")  # Megatron-LM's keys of models, and DeepSpeed's
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -550,7 +550,7 @@ def _require_gpt2(flags: dict[str, Any], path: str) -> None:
         *("apply_residual_connection_post_layernorm", "swiglu", "use_rotary_position_embeddings"),
         *("apply_layernorm_1p", "group_query_attention", "untie_embeddings_and_output_weights"),
     ):
-        if flags.get(name) is True:
+        if flags.get(name) is True:  # whatever else a pickle may have put there is not a flag
             raise UserError(
                 f"{path}: trained with --{name.replace('_', '-')}", NOT_GPT2, Code.UNSUPPORTED
             )

@@ -33,6 +33,7 @@ class PaddleBackend(Backend):
         """Paddle's own launcher starts the workers that train."""
         return verb in ("prune", "quantize")
 
+    # The stages are attested by this process; Paddle's only computes.
     @attested("prune", "model", "data")
     def prune(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
         """Prune with PaddleSlim."""
@@ -93,11 +94,12 @@ class PaddleBackend(Backend):
         from lathe.evaluate.evaluation_folder import read_metrics
         from lathe.evaluate.measure_model import read_result
 
+        # Before Paddle is started, so that a folder that is taken is reported at once.
         claim_output_folder(
             output, EVALUATION, model, data, cloze, text, *(path for _, path in tasks)
         )
-        given = {"--data": data, "--cloze": cloze, "--text": text}
-        options = [part for name, path in given.items() if path for part in (name, path)]
+        inputs = {"--data": data, "--cloze": cloze, "--text": text}
+        options = [part for name, path in inputs.items() if path for part in (name, path)]
         options += [part for name, path in tasks for part in ("--task", f"{name}={path}")]
         start("evaluate", recipe, model, *options, "--output", output)
         return read_result(output, read_metrics(output))

@@ -150,6 +150,7 @@ def _fused(arrays: Arrays, heads: int, where: str) -> Arrays:
         if name.endswith(QUANTIZERS) and three[0].size == 1:
             fused[name] = np.maximum.reduce(three)
             continue
+        # The hidden size is a norm's: tensor parallelism divides the columns of q, k and v.
         norm = arrays.get(f"{GPT2.blocks}.{name.split('.')[1]}.{GPT2.block_norms[0]}.weight")
         hidden, width = 0 if norm is None else norm.size, three[0].shape[-1]
         if not hidden or hidden % heads or width % (hidden // heads):
@@ -173,6 +174,7 @@ def their_name(ours: str) -> str:
 
 def by_head(array: NDArray[Any], head_dim: int) -> NDArray[Any]:
     """All q, all k, all v (HF's files) -> head by head (Paddle's models)."""
+    # (..., 3, H, D) -> (..., H, 3, D)
     parts = array.reshape(*array.shape[:-1], 3, -1, head_dim)
     return np.ascontiguousarray(parts.swapaxes(-3, -2)).reshape(array.shape)
 

@@ -75,7 +75,7 @@ def _run(command: list[str]) -> None:
         encoding="utf-8",
         errors="replace",
     )
-    noise: deque[str] = deque(maxlen=TAIL_LINES)
+    noise: deque[str] = deque(maxlen=TAIL_LINES)  # shown if the process ends without a message
     said: list[str] = []
     assert child.stdout is not None
     with _forwarding(child.terminate):

@@ -7,7 +7,7 @@ from lathe.evaluate.measure_model import require_float32
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
 
-CRITERIA = ("l1_norm", "l2_norm")
+CRITERIA = ("l1_norm", "l2_norm")  # of PaddleSlim's L1NormFilterPruner and L2NormFilterPruner
 STATIC = "PaddleSlim quantizes the weight and the input of a linear together, with static scales"
 HINT = "or use Compress.engine=torch"
 
@@ -38,10 +38,10 @@ def require_supported(verb: str, recipe: Recipe) -> None:
             "rounds": (recipe.Compress.Prune.rounds, (1,)),
             "channel_multiple": (recipe.Compress.Prune.channel_multiple, (1,)),
         }
-        for key, (found, possible) in wanted.items():
-            if found not in possible:
+        for key, (value, possible) in wanted.items():
+            if value not in possible:
                 raise UserError(
-                    f"Compress.Prune.{key} is {found}: PaddleSlim's pruners support only "
+                    f"Compress.Prune.{key} is {value}: PaddleSlim's pruners support only "
                     f"{' or '.join(map(str, possible))}",
                     f"-o Compress.Prune.{key}={possible[0]}, {HINT}",
                     Code.UNSUPPORTED,

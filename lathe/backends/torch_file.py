@@ -202,6 +202,7 @@ class TensorsOnly(pickle.Unpickler):
             return Placeholder()
         if not isinstance(key, str) or not is_count(numel):
             raise pickle.UnpicklingError("a storage without a size")
+        # Tensors may share a storage; the first reference states its size.
         return self.storages.setdefault(key, Storage(kind, key, numel))
 
 
@@ -297,7 +298,7 @@ class TorchFile:
         TensorsOnly(file).load()  # sizes of C's types on that machine
         unpickler = TensorsOnly(file)
         value = unpickler.load()
-        keys = TensorsOnly(file).load()
+        keys = TensorsOnly(file).load()  # in the order of the storages that follow
         if not isinstance(keys, list):
             raise ValueError("no list of storages")
         for key in keys:

@@ -80,7 +80,7 @@ def prove_in_engine(
             `held_out_prompts`.
         StageError: see `prove_files`.
     """
-    metadata = open_export(exported)
+    metadata = open_export(exported)  # whose files are as `export.json` lists them
     checkpoint = load_checkpoint(model)
     if metadata.source != checkpoint.digest:
         raise UserError(
