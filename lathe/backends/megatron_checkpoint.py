@@ -187,6 +187,7 @@ def find_files(source: Path) -> CheckpointFiles:
             )
         pieces = _pieces(folder, ranks)
         return CheckpointFiles(folder, pieces, pieces[0][0])
+    # No files of a known layout: perhaps of one that can be converted there.
     if any(folder.glob(ZERO_3)):
         raise UserError(
             f"{folder}: ZeRO stage 3 has divided every weight among the data-parallel ranks",
@@ -516,7 +517,8 @@ def read_training_flags(files: CheckpointFiles, heads: int) -> TrainingFlags:
     if not flags:
         log.warning("%s: no flags of the training: taking %d attention heads", path, heads)
     _require_gpt2(flags, str(path))
-    # The second name is that of early versions.
+    # Ranks that are missing at the end leave no gap in the names: the flags say how many there
+    # were. The second name is that of early versions.
     ranks = flags.get("tensor_model_parallel_size", flags.get("model_parallel_size"))
     count = len(files.pieces[0])
     if _is_number(ranks) and ranks != count:

@@ -113,11 +113,14 @@ def find_prefix(
     trial = _Trial(recipe, model, batches, formats)
     if not trial.names or (is_auto and trial.total_cost("static_int8") <= trial.limit):
         return ()
+    # The prefix takes positions, which training and evaluation do not need.
     longest = max(part.dataset.max_seq_len for part in (recipe.Data.Train, recipe.Data.Eval))
     room = model.config.n_positions - longest
     max_tokens = (
         min(MAX_PREFIX_TOKENS, room) if isinstance(settings.prefix, str) else settings.prefix
     )
+    # Candidates: the end of a document, and the text's tokens with massive activations. They are
+    # compared on less text than the limit is measured on, because every token needs several passes.
     massive = (token for token in massive_tokens(model, [trial.sample]) if token != end)
     candidates = [end, *islice(massive, CANDIDATES - 1)]
     quick = _Trial(recipe, model, batches, formats, PREFIX_TOKENS)

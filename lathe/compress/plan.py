@@ -114,6 +114,7 @@ def named_formats(
     Raises:
         UserError: a linear or a block that the model does not have.
     """
+    # What the analysis chose, as far as the recipe allows it,
     known, named = quantizable(config, settings), dict[str, Format]()
     if sensitivity is not None:
         analysis = read_analysis(sensitivity)
@@ -127,6 +128,7 @@ def named_formats(
                 "analyze this model instead",
                 Code.MISMATCH,
             )
+    # then the recipe's own words, which override it: skips, formats, and the head's.
     by_name = {linear.skip_name: linear.name for linear in config.architecture.linears}
     in_float: Format = "float"
     skipped = {b: dict.fromkeys(x, in_float) for b, x in settings.skip_tensor_map.items()}

@@ -20,8 +20,8 @@ from lathe.compress.widths import (
     choose_uniform,
     keep_layers,
     largest_units,
-    of_ranks,
     shrink,
+    units_from_ranks,
 )
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
@@ -175,7 +175,7 @@ def cut(
         cost = Cost.parameters(model.config, of_queries)
         comparable = CRITERIA[settings.criterion].comparable
         kept = choose_global(scores, cost, ratio, multiple, comparable)
-    return shrink(model, of_ranks(kept, order) if of_queries else kept)
+    return shrink(model, units_from_ranks(kept, order) if of_queries else kept)
 
 
 def _prunes_queries(settings: PruneSettings, config: GPTConfig) -> bool:
@@ -222,7 +222,7 @@ def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[
         )
         for i in kept
     ]
-    units = of_ranks(largest, [order[i] for i in kept]) if of_queries else largest
+    units = units_from_ranks(largest, [order[i] for i in kept]) if of_queries else largest
     return shrink(keep_layers(model, kept), units)
 
 

@@ -132,14 +132,14 @@ def find_factors(
     factors: dict[str, Tensor] = {}
     hidden = [model.embed(tokens) for tokens in batches]
     for path, block in track(_blocks(model), "smoothing", model.config.n_layer):
-        places = iter(_halves(path, block))
+        foldable = iter(_halves(path, block))
 
         def run(
-            half: Half, read: Sequence[Tensor], places: Iterator[FoldableLinears] = places
+            half: Half, read: Sequence[Tensor], foldable: Iterator[FoldableLinears] = foldable
         ) -> list[Tensor]:
             normed = [half.norm(x) for x in read]
             inner = [half.part.inner(x) for x in normed]
-            for normalized, inputs in zip(next(places), (normed, inner), strict=True):
+            for normalized, inputs in zip(next(foldable), (normed, inner), strict=True):
                 if normalized is None or normalized.name not in formats:
                     continue
                 # The float model's inputs: factors of one linear do not depend on others'.
@@ -171,7 +171,7 @@ def _blocks(model: GPT) -> Iterator[tuple[str, Block]]:
 
 
 def _halves(path: str, block: Block) -> list[FoldableLinears]:
-    """The places before the first and the second linear of each half."""
+    """The first and the second linear of each half, where a division can be folded before it."""
     return [
         (
             _foldable_linear(f"{path}.{name}", half, False),

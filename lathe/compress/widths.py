@@ -213,7 +213,7 @@ def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list
     return Importance(means, scores.channels), [ranked.indices for ranked in apart]
 
 
-def of_ranks(kept: Sequence[KeptUnits], order: Sequence[Tensor]) -> list[KeptUnits]:
+def units_from_ranks(kept: Sequence[KeptUnits], order: Sequence[Tensor]) -> list[KeptUnits]:
     """The units for a choice among `by_rank`'s scores."""
     return [
         KeptUnits(torch.arange(len(o)), k.channels, o[:, k.heads].sort(1).values)

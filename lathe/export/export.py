@@ -95,6 +95,7 @@ def export(
             chat template that does not render a chat, or a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
+    # Everything that may be wrong with the input is found before anything is written.
     require_utf8(output)
     claim_output_folder(output, EXPORT, model, data)
     checkpoint = load_checkpoint(model)
@@ -111,6 +112,7 @@ def export(
         proof = prove(checkpoint.model, work, prompts, new_tokens, settings.tolerance)
         metadata["proof"] = {"tolerance": settings.tolerance, **proof.to_json()}
         metadata["samples"] = [prompt[:SAMPLE_TOKENS] for prompt in prompts[:SAMPLES]]
+        # Further formats, each proved in the engine that will read it, if that is installed.
         if formats := write_formats(checkpoint, work, settings):
             required = [x.removeprefix(OF_FORMAT) for x in recipe.Production.require]
             noise = HALF_NOISE if settings.dtype == "float16" else KL_NOISE

@@ -107,6 +107,7 @@ def compare_with_float(
         tokens = whole[:, : len(prompt)]
         reference = expected[: len(prompt)]
         logits = torch.from_numpy(engine.logits(tokens.numpy()))[0]
+        # Each position of the prompt, between three: float, fake-quantized, and the engine's.
         kl += _divergence(reference, logits)
         torch_logits = model(tokens)[0]
         torch_kl += _divergence(reference, torch_logits)

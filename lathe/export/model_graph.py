@@ -98,6 +98,7 @@ def build(
         out = linear(g, f"{layer}.{row.name}", activated(g, inner))
         x = g.op("Add", between, norm(g, layer, behind_second, out))
     head(g, norm(g, "", family.final_norm, x))
+    # Nodes only: `save` appends the initializers one by one.
     g.model = g.without_weights(config, opset)
     return g
 

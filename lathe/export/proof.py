@@ -426,6 +426,7 @@ def linear_errors(
     else:
         first_linear = f"{family.block(0)}.{family.column('heads').name}"
         embedded, _ = _input_and_output(graph, first_linear, first_linear in rounded)
+    # The tensors in question become outputs of a copy of the graph.
     watched = sorted(
         {embedded, *(x for pair in tensors_by_linear.values() for x in pair)} - {"logits"}
     )

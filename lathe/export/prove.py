@@ -91,6 +91,7 @@ def prove_in_engine(
     prompts, new_tokens = proof_prompts(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
     )
+    # What this proof does not cover is said, not passed over.
     if unlisted := not_ours(exported, EXPORT):
         log.warning(
             "%s: %s did not list %s, which an engine may read and this proof does not cover",
@@ -148,6 +149,7 @@ def prove_files(
                 f"{TIE})",
                 Code.NOT_PROVED,
             )
+    # Equal values and texts do not show coarser rounding; the distance from the float model does.
     plain = without_quantization(checkpoint.model)
     fidelity = compare_with_float(checkpoint.model, plain, opened, prompts, texts, noise)
     if not fidelity.kl <= fidelity.kl_limit:

@@ -212,6 +212,7 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
             "give a folder with integer weights",
             Code.UNSUPPORTED,
         )
+    # Rotations that are not folded into the weights are computed at run time.
     if transforms := config.get("transform_config") or values.get("transform_config"):
         groups = transforms.get("config_groups", {}) if isinstance(transforms, dict) else {}
         raise UserError(
@@ -220,6 +221,7 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
             "give a checkpoint that was quantized without SpinQuant, QuIP or other transforms",
             Code.UNSUPPORTED,
         )
+    # Each group has targets, which are looked up for every module in `Schemes.find`.
     where = f"{source}: quantization_config"
     parsed = checked(config, _Quantization, where, INTEGERS)
     by_target: dict[str, tuple[str, WeightScheme | None]] = {}
@@ -243,6 +245,7 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
                     "copy the folder again",
                     Code.MALFORMED,
                 ) from None
+    # Modules are not at hand, only names: embeddings are told from linears by theirs.
     tables = [f"{name}.weight" for name in family.embeddings]
     embeddings = [family.stored_name(name).removesuffix(".weight") for name in tables]
     return Schemes(by_target, parsed.ignore or (), embeddings)

@@ -91,6 +91,7 @@ class ShapeJson(_ConfigPart):
             )
         if (last := max(self.prefix_tokens, default=0)) >= self.vocab_size:
             raise ValueError(f"prefix_tokens has {last}, beyond vocab_size {self.vocab_size}")
+        # The plan has to be one of this model: linears that exist, positions that are learned.
         if self.quantization is not None:
             family = self.architecture
             names = {
@@ -138,6 +139,7 @@ def parse(values: dict[str, Any], source: str) -> ShapeJson:
             HINT,
             Code.MALFORMED,
         )
+    # What both forms state under HF's keys, then what depends on the family.
     names = ("vocab_size", "n_positions", "n_embd", "layer_norm_epsilon", "score_scalar")
     stated = [name for name in names if name in family.keys.values()]
     fields = {name: values[k] for name in stated if (k := family.key(name)) in values}
@@ -352,6 +354,7 @@ def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
             "give a checkpoint whose layers have one rotary embedding",
             Code.UNSUPPORTED,
         )
+    # Base and rotated share may be in the object or, under the family's names, beside it.
     rope_values = dict(rope_parameters)
     for key in ("rope_theta", "partial_rotary_factor"):
         family_key = next((k for k, name in family.rope_keys.items() if name == key), key)

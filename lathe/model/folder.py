@@ -287,6 +287,7 @@ def read_tensors(
             f"{path}: no such file{detail}", "save the model as safetensors", Code.NOT_FOUND
         )
     hint = "copy the file again"
+    # The header alone: names and types are checked before any tensor is read.
     try:
         with safe_open(path, framework) as file:
             names = list(file.keys())

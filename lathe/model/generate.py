@@ -51,6 +51,7 @@ def generate(
         search = BeamSearch(len(prompts), settings, ends, device)
     else:
         search = _Draw(settings, ends, torch.Generator(device).manual_seed(seed))
+    # Beams of a prompt are rows from the start; samples of a prompt are independent rows.
     copies = settings.num_beams if is_beam else settings.num_return_sequences
     rows = _Rows(model, prompts, copies, settings.max_dec_len)
     for step in range(settings.max_dec_len):

@@ -213,6 +213,7 @@ def _config(
             "join them first: llama-gguf-split --merge FIRST.gguf WHOLE.gguf",
             Code.INCOMPLETE,
         )
+    # Keys that Lathe does not know might change the computation: they are rejected.
     gguf_keys = {
         k.removeprefix(f"{name}."): v for k, v in metadata.items() if k.startswith(f"{name}.")
     }
@@ -224,6 +225,7 @@ def _config(
             f"give a checkpoint of the plain {family.title} architecture",
             Code.UNSUPPORTED,
         )
+    # The values of a `config.json` of the family, from keys and, where there is none, from tensors.
     sizes = {KEYS[key]: value for key, value in gguf_keys.items() if key in KEYS}
     per_layer = WIDTHS if name == PER_LAYER else ()
     values = {

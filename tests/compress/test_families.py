@@ -17,7 +17,7 @@ from lathe.compress.prune import cut, prune
 from lathe.compress.quantize import quantize
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.smoothing import find_factors, fold
-from lathe.compress.widths import KeptUnits, by_rank, keep_layers, of_ranks, shrink
+from lathe.compress.widths import KeptUnits, by_rank, keep_layers, shrink, units_from_ranks
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluate import evaluate
 from lathe.model import fake_quant
@@ -209,7 +209,7 @@ def test_query_heads_go_by_their_rank_within_the_group(model: GPT) -> None:
     scores = importance(model, "l1_norm", [], of_queries=True)
     ranked, order = by_rank(scores, model.config.n_kv_head)
     assert all(means.shape == (2,) and means[0] >= means[1] for means in ranked.heads)
-    kept = of_ranks([KeptUnits(torch.tensor([0]), torch.arange(80))] * 3, order)
+    kept = units_from_ranks([KeptUnits(torch.tensor([0]), torch.arange(80))] * 3, order)
     for layer, found in zip(kept, scores.heads, strict=True):
         assert layer.queries is not None
         assert layer.queries[:, 0].tolist() == found.view(2, 2).argmax(1).tolist()

@@ -116,6 +116,7 @@ def run_analysis(
             analysis of something else.
     """
     claim_output_folder(output, SENSITIVITY, model, data)
+    # qat analyzes a quantized checkpoint, the other modes a float one.
     config = checkpoint.model.config
     is_qat, is_quantized = recipe.Sensitivity.mode == "qat", config.quantization is not None
     if is_qat and not is_quantized:
