@@ -87,7 +87,7 @@ FAULTS = {
         "evaluate/test_resume.py compress/test_sensitivity.py",
     ),
     "provenance": Fault(
-        "lathe_base/provenance/envelope.py",
+        "lathe_base/provenance/bundle.py",
         "return bool(self.envelope.verify(list(keys), 1))",
         "return self.is_signed",
         "a step that anybody has signed is trusted",

@@ -35,7 +35,7 @@ from lathe.data import fast_tokenizer, megatron, prepare, spool, tokenize
 from lathe.data.sources import documents
 from lathe.data.tokenizer import eos_id, load_tokenizer, save_tokenizer
 from lathe_base.config.recipe import load_recipe
-from lathe_base.storage import outputs
+from lathe_base.storage import ownership
 
 CHARACTERS = 8000
 SPENT: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -100,7 +100,7 @@ PARTS: list[tuple[Any, str, str]] = [
     (prepare, "near_duplicates", "compare with held-out documents"),
     (prepare, "training_index", "n-gram index"),
     (prepare, "_write_held_out", "held-out sets"),
-    (outputs, "sha256", "digests of the files"),
+    (ownership, "sha256", "digests of the files"),
 ]
 
 

@@ -19,8 +19,7 @@ from components.settings import RECIPES, RESTARTS, SETTINGS, SHARED
 from lathe.data.run_inputs import RunInputs
 from lathe.model.config import read_config
 from lathe.train.shape import model_config
-from lathe_base.config.excerpt import excerpt_text
-from lathe_base.config.recipe import load_recipe
+from lathe_base.config.recipe import excerpt_text, load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import fetch

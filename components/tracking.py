@@ -15,7 +15,7 @@ from kfp import dsl
 
 from components.pointer import resolve_pointer
 from lathe_base.config.settings import Recipe
-from lathe_base.config.settings.base import flat
+from lathe_base.config.settings.types import flat
 from lathe_base.errors import StageError, UserError
 from lathe_base.storage import fetch, is_remote
 from lathe_base.tracking.runs import URI, Task, TrackedStep, open_step

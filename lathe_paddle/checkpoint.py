@@ -23,7 +23,7 @@ from lathe.model.folder import (
     require_size,
     write_folder,
 )
-from lathe_base.artifacts.origin import Origin
+from lathe_base.artifacts.metadata import Origin
 from lathe_base.config.settings import Recipe
 from lathe_paddle.gpt import GPT
 

@@ -30,8 +30,7 @@ from lathe_base.errors import Code, UserError
 from lathe_base.parameters import FIELDS
 from lathe_base.storage import atomic_folder
 from lathe_base.storage.files import files_below
-from lathe_base.storage.outputs import remove_files
-from lathe_base.storage.ownership import bytecode
+from lathe_base.storage.ownership import bytecode, remove_files
 from lathe_serving.runtime.protocol import PROMPTS, TEXTS, TOKENS, VLLM_FORMAT, score_name
 
 # Only Triton itself can import them.

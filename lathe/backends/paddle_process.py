@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lathe_base.config.excerpt import recipe_as_text
+from lathe_base.config.recipe import recipe_as_text
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import MESSAGE, Code, Preempted, StageError, UserError, code_in
 from lathe_base.storage import atomic_file

@@ -104,7 +104,7 @@ def verify(
     from lathe_base.provenance.signature import Trust, signed_files
     from lathe_base.provenance.signature import verify as verify_signature
     from lathe_base.provenance.step import has_signature
-    from lathe_base.storage.attested import ATTESTATIONS
+    from lathe_base.storage.ownership import ATTESTATIONS
 
     keys = tuple(key or ())
     is_vouched_for, step = False, None

@@ -67,7 +67,7 @@ def pretrain(
     settings = load(recipe, override)
     init = located(ctx, settings, "init", init, ("Model.pretrained",))
     data, output = training_paths(ctx, settings, data, output)
-    from lathe_base.config.settings.base import UndeclaredSetting
+    from lathe_base.config.settings.types import UndeclaredSetting
 
     if "RANK" not in os.environ:
         with suppress(UndeclaredSetting):  # a step of a pipeline: its settings are no user's choice

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from lathe_base.errors import Code, StageError
-from lathe_base.storage.contents import UNKNOWN, content_id, unknown
+from lathe_base.storage.objects import UNKNOWN, content_id, unknown
 from lathe_base.storage.splits import locate
 
 HUB = "hf://"

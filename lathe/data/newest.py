@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lathe_base.errors import Code, UserError, explain_os_error
 from lathe_base.storage import exists, is_remote, list_uris
-from lathe_base.storage.manifest import MARKER
+from lathe_base.storage.objects import MARKER
 from lathe_base.storage.splits import locate
 
 log = logging.getLogger("lathe")

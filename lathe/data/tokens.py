@@ -20,8 +20,8 @@ from lathe_base.artifacts.kinds import DATA, check_files, read_metadata
 from lathe_base.artifacts.metadata import DataMetadata
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import digest
+from lathe_base.storage.files import once
 from lathe_base.storage.ownership import REPLACED
-from lathe_base.storage.verified import once
 
 HINT = "run prepare, or blend, again"
 WRITERS: dict[str, type[MegatronWriter] | type[PaddleWriter]] = {

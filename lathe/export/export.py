@@ -29,7 +29,7 @@ from lathe_base.artifacts.kinds import EXPORT, read_metadata
 from lathe_base.artifacts.metadata import ExportMetadata
 from lathe_base.config.settings import ExportSettings, Recipe
 from lathe_base.errors import Code, UserError
-from lathe_base.provenance.policy import OF_FORMAT
+from lathe_base.provenance.chain import OF_FORMAT
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, require_utf8, sha256
 from lathe_serving.runtime.exported_model import METADATA, MODEL, PREFIX

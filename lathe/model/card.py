@@ -15,10 +15,10 @@ from typing import Any
 from lathe.data.cleaning import counted
 from lathe.model.architecture import HEAD
 from lathe.model.config import GPTConfig
-from lathe_base.artifacts.origin import Corpus, Origin
+from lathe_base.artifacts.metadata import Corpus, Origin
 from lathe_base.config.settings import CardSettings, QuantizationSettings, ServingSettings
 from lathe_base.config.text import write
-from lathe_base.pages.markdown import is_sealed, render_markdown
+from lathe_base.pages import is_sealed, render_markdown
 from lathe_base.storage.ownership import FileKind
 
 README = "README.md"

@@ -25,7 +25,7 @@ from lathe.model.folder import (
     write_folder,
 )
 from lathe.model.gpt import GPT
-from lathe_base.artifacts.origin import Origin
+from lathe_base.artifacts.metadata import Origin
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
 

@@ -30,13 +30,12 @@ from lathe.model.card import CARD, README, checkpoint_card
 from lathe.model.config import GPTConfig, read_config, write_config
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import CHECKPOINT, checked, read_json, read_metadata
-from lathe_base.artifacts.metadata import CheckpointMetadata
-from lathe_base.artifacts.origin import Ancestor, Corpus, Origin, TrainingData
+from lathe_base.artifacts.metadata import Ancestor, CheckpointMetadata, Corpus, Origin, TrainingData
 from lathe_base.artifacts.sampling import GENERATION
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError, os_errors
 from lathe_base.storage import atomic_folder, digest, sha256
-from lathe_base.storage.verified import require_intact
+from lathe_base.storage.files import require_intact
 
 HUB = "hf://"
 FOREIGN = (

@@ -18,8 +18,8 @@ from lathe.release.golden import Golden
 from lathe.release.release import Releases
 from lathe_base.config.settings import ProductionSettings, Recipe
 from lathe_base.errors import Code, StageError
+from lathe_base.provenance.chain import require
 from lathe_base.provenance.keys import trusted_keys
-from lathe_base.provenance.policy import require
 from lathe_serving.client import Client
 from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, request
 from lathe_serving.client.load import Load, Objective, Summary, run_load, summarize

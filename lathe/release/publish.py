@@ -21,11 +21,11 @@ from lathe.release.golden import make_golden
 from lathe.release.release import SHORT, Releases, open_releases
 from lathe.report.cards.audit import require_audited
 from lathe.report.cards.release import write_release_documents
-from lathe_base.artifacts.release import release_digests, release_name
+from lathe_base.artifacts.kinds import release_digests, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe
 from lathe_base.errors import Code, UserError
+from lathe_base.provenance.chain import require
 from lathe_base.provenance.keys import trusted_keys
-from lathe_base.provenance.policy import require
 from lathe_base.provenance.step import attest, materials, now
 from lathe_base.tracking.models import register_release
 from lathe_launch.cluster.deployment import Deployment, has_cluster

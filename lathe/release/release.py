@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lathe.release.golden import Golden
-from lathe_base.artifacts.release import NAME, release_name
+from lathe_base.artifacts.kinds import RELEASE_NAME, release_name
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.inputs import first_mistake
@@ -160,7 +160,7 @@ class Releases:
     def published(self) -> list[str]:
         """Names of the complete releases, newest first."""
         names = [uri.rstrip("/").rpartition("/")[2] for uri in list_uris(f"{self.root}/")]
-        return [name for name in reversed(names) if NAME.fullmatch(name)]
+        return [name for name in reversed(names) if RELEASE_NAME.fullmatch(name)]
 
     def find(self, digest: str) -> str:
         """The name of the published release with this digest or prefix of one.

@@ -18,13 +18,17 @@ from lathe.train.schedule import learning_rate
 from lathe.train.trace import EVENTS, LOG, TRACE
 from lathe_base.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe_base.config.settings import LearningRate, MixPrecision, Recipe
-from lathe_base.config.settings.base import flat
+from lathe_base.config.settings.types import flat
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import atomic_file, digest, locked, require_apart, require_utf8
-from lathe_base.storage.attested import NAMES
-from lathe_base.storage.manifest import is_digest
-from lathe_base.storage.outputs import remove_files
-from lathe_base.storage.ownership import Source, foreign_files_error, listed_files
+from lathe_base.storage.files import is_digest
+from lathe_base.storage.ownership import (
+    ATTESTATION_FILES,
+    Source,
+    foreign_files_error,
+    listed_files,
+    remove_files,
+)
 
 CLAIM = "run.json"
 TRACES = (TRACE, LOG, f"{EVENTS}/events.out.*")
@@ -254,7 +258,7 @@ def remove_run(output: Path) -> None:
     remove_states(output)
     listed = listed_files(output / MARKER, CHECKPOINT)
     traces = [str(p.relative_to(output)) for name in TRACES for p in output.glob(name)]
-    remove_files(output, [*NAMES, MARKER, *listed, *traces, CLAIM])
+    remove_files(output, [*ATTESTATION_FILES, MARKER, *listed, *traces, CLAIM])
 
 
 def remove_states(output: Path, keep: int = 0) -> None:

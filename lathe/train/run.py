@@ -38,7 +38,7 @@ from lathe.train.state import load_tensors
 from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers, join_workers, tensor_float32
 from lathe_base.artifacts.kinds import STATE
-from lathe_base.artifacts.origin import Origin
+from lathe_base.artifacts.metadata import Origin
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
 

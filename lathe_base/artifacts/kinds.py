@@ -1,9 +1,11 @@
-"""The kinds of folders and files that Lathe writes and reads, and their JSON metadata files.
+"""The kinds of folders and files that Lathe writes and reads, their JSON metadata files, and the
+name of a release.
 
 The metadata file identifies a folder. It is written last, and lists the other files.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,8 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from lathe_base.artifacts.metadata import ExportMetadata, Files, Metadata
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake, open_file, parse_json
-from lathe_base.storage.ownership import FileKind, Kind
-from lathe_base.storage.verified import require_intact
+from lathe_base.storage import digest, sha256
+from lathe_base.storage.files import files_below, require_intact
+from lathe_base.storage.ownership import ATTESTATION_FILES, FileKind, Kind
 
 DATA = Kind("token data set", "data.json", ("documents", "tokens", "vocab_size", "eos_id"))
 TOKENIZER = Kind("tokenizer", "origin.json", ("source", "trained_on"))
@@ -31,6 +34,7 @@ STATE = "state"
 """The folder of saved states inside a training's output."""
 
 GENERATOR = '<meta name="generator" content="Lathe">'
+RELEASE_NAME = re.compile(r"sha256-[0-9a-f]{64}")
 
 
 def _has_keys(*keys: str) -> Any:
@@ -148,3 +152,19 @@ def open_export(folder: Path) -> ExportMetadata:
     require_intact(folder, {"model.onnx": metadata.sha256}, EXPORT.metadata_file, hint)
     check_files(folder, EXPORT.metadata_file, metadata.files, hint)
     return metadata
+
+
+def release_name(repository: Path) -> str:
+    """`sha256-` and the digest of the files' names and contents; see `release_digests`."""
+    listed = sorted(release_digests(repository).items())
+    return "sha256-" + digest("".join(f"{sha256}  {name}\n" for name, sha256 in listed))
+
+
+def release_digests(repository: Path) -> dict[str, str]:
+    """SHA-256 of the files of a release by name. Attestations and signature are excluded, because
+    they refer to these files, and so are hidden files, which belong to the store."""
+    return {
+        name: sha256(path)
+        for name, path in files_below(repository)
+        if path.is_file() and not path.name.startswith(".") and path.name not in ATTESTATION_FILES
+    }

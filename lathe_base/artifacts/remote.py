@@ -105,7 +105,7 @@ def _is_worker() -> bool:
 
 def _cache_path(uri: str) -> Path:
     from lathe_base.storage import digest
-    from lathe_base.storage.verified import cache_folder
+    from lathe_base.storage.files import cache_folder
 
     cache = cache_folder()
     if cache is None:

@@ -1,8 +1,18 @@
-"""HTML and Markdown pages with pictures."""
+"""HTML and Markdown pages with pictures: their templates, and the rendering of Markdown.
 
+A Markdown page has a seal at its end, by which edited files are recognized and never overwritten.
+"""
+
+import hashlib
+import re
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
-from jinja2 import FunctionLoader
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+_SEAL = re.compile(r"(.*\n)<!-- Written by Lathe\. SHA-256 of the text above: (\S+) -->\n", re.S)
+MAX_PAGE_BYTES = 2**24
 
 
 def _read_template(name: str) -> str:
@@ -12,3 +22,35 @@ def _read_template(name: str) -> str:
 
 TEMPLATES = FunctionLoader(_read_template)
 """Loads a template by its package and its path inside: `lathe_base/pages/layout.html.j2`."""
+
+
+def render_markdown(template: str, **values: Any) -> str:
+    """Render a template, named by its package and its path inside, and seal it.
+
+    The filter `cell` escapes text for a table cell.
+    """
+    environment = Environment(
+        loader=TEMPLATES,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
+    return seal(environment.get_template(template).render(**values).rstrip() + "\n\n")
+
+
+def seal(text: str) -> str:
+    """The text, which ends with a line break, followed by its seal, a comment in HTML and SVG."""
+    return f"{text}<!-- Written by Lathe. SHA-256 of the text above: {_digest(text)} -->\n"
+
+
+def is_sealed(path: Path) -> bool:
+    """Whether a file is sealed and unchanged."""
+    with path.open("rb") as file:
+        content = file.read(MAX_PAGE_BYTES).decode("utf-8", errors="replace")
+    match = _SEAL.fullmatch(content)
+    return match is not None and _digest(match[1]) == match[2]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

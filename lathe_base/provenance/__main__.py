@@ -8,11 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
-from lathe_base.artifacts.release import NAME, release_name
+from lathe_base.artifacts.kinds import RELEASE_NAME, release_name
 from lathe_base.console import end_cleanly_on_sigterm, print_any_text
 from lathe_base.errors import EXPECTED_ERRORS, Code, StageError, coded, explain
+from lathe_base.provenance.chain import require
 from lathe_base.provenance.keys import TRUSTED, trusted_keys
-from lathe_base.provenance.policy import require
 from lathe_base.storage import fetch
 
 REQUIRE = "LATHE_REQUIRE"
@@ -63,7 +63,7 @@ def admit(uri: str, folder: Path) -> Path:
     if not folder.exists():
         waiting = fetch(uri, folder.with_name(f".{folder.name}.unchecked"))
     name = uri.rstrip("/").rpartition("/")[2]
-    if NAME.fullmatch(name) and (actual := release_name(waiting)) != name:
+    if RELEASE_NAME.fullmatch(name) and (actual := release_name(waiting)) != name:
         raise StageError(
             f"{uri} does not match the digest in its name: it has {actual}", Code.CORRUPT
         )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from lathe_base.errors import Code, UserError
 from lathe_base.provenance.keys import load_private, load_verifier, password
 from lathe_base.storage import atomic_file, sha256
-from lathe_base.storage.attested import SIGNATURE
 from lathe_base.storage.files import files_below
-from lathe_base.storage.manifest import MARKER
+from lathe_base.storage.objects import MARKER
+from lathe_base.storage.ownership import SIGNATURE
 
 if TYPE_CHECKING:
     from model_signing import hashing, signing, verifying

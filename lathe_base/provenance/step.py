@@ -14,10 +14,7 @@ from lathe_base.artifacts import kinds
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.provenance import bundle, surroundings
-from lathe_base.provenance.envelope import seal
-from lathe_base.provenance.keys import load_signer, signing_key
-from lathe_base.provenance.signature import Signer, sign
-from lathe_base.provenance.statement import (
+from lathe_base.provenance.bundle import (
     BuildDefinition,
     Digests,
     Parameters,
@@ -26,12 +23,14 @@ from lathe_base.provenance.statement import (
     Run,
     RunDetails,
     Statement,
+    seal,
 )
+from lathe_base.provenance.keys import load_signer, signing_key
+from lathe_base.provenance.signature import Signer, sign
 from lathe_base.storage import digest, is_remote, sha256
-from lathe_base.storage.attested import NAMES, SIGNATURE
 from lathe_base.storage.failures import shown
 from lathe_base.storage.files import files_below
-from lathe_base.storage.ownership import Kind, listed_files
+from lathe_base.storage.ownership import ATTESTATION_FILES, SIGNATURE, Kind, listed_files
 from lathe_base.storage.splits import locate
 
 KINDS = (
@@ -175,7 +174,7 @@ def has_signature(output: Path) -> bool:
 
 def sign_model(folder: Path, signer: Signer) -> Path:
     """Sign a folder that Lathe wrote, except its logs."""
-    known = {*(_products(folder) or {}), *NAMES}
+    known = {*(_products(folder) or {}), *ATTESTATION_FILES}
     logs = [name for name, _ in files_below(folder) if name not in known]
     return sign(folder, signer, logs if folder_kind(folder) else ())
 

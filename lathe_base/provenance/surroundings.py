@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe_base import PACKAGES, __version__
-from lathe_base.provenance.statement import Builder, Digests, Resource
+from lathe_base.provenance.bundle import Builder, Digests, Resource
 from lathe_base.storage import digest, sha256
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,6 +8,7 @@ from lathe_base.storage.download import fetch_stored, sizes_below
 from lathe_base.storage.failures import explained
 from lathe_base.storage.files import atomic_file, digest, sha256
 from lathe_base.storage.http import fetch_http
+from lathe_base.storage.object_store import is_store, uri_scheme
 from lathe_base.storage.objects import (
     claim_address,
     exists,
@@ -18,14 +19,14 @@ from lathe_base.storage.objects import (
     replace_text,
     write_text,
 )
-from lathe_base.storage.outputs import atomic_folder, locked
 from lathe_base.storage.ownership import (
+    atomic_folder,
     claim_output_file,
     claim_output_folder,
+    locked,
     require_apart,
     require_utf8,
 )
-from lathe_base.storage.stores import is_store, uri_scheme
 from lathe_base.storage.upload import upload
 
 __all__ = [

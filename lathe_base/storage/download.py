@@ -13,13 +13,10 @@ from pathlib import Path, PurePosixPath
 
 from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import Damaged, explained, retried
-from lathe_base.storage.files import atomic_file, digest, sha256
-from lathe_base.storage.manifest import MARKER, RESERVED_NAMES, STAGE, from_json, require_relative
-from lathe_base.storage.object_store import ObjectStore, Stored
-from lathe_base.storage.objects import is_unfinished
-from lathe_base.storage.parallel import in_order, progress
-from lathe_base.storage.parts import Etag, is_md5, part_count, part_size
-from lathe_base.storage.stores import open_store
+from lathe_base.storage.files import atomic_file, digest, require_relative, sha256
+from lathe_base.storage.object_store import ObjectStore, Stored, open_store
+from lathe_base.storage.objects import MARKER, RESERVED_NAMES, STAGE, from_json, is_unfinished
+from lathe_base.storage.parts import Etag, in_order, is_md5, part_count, part_size, progress
 
 SAVES = 256  # most saves of a record during a download
 SAVE_BYTES = 1 << 22

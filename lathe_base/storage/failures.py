@@ -20,7 +20,7 @@ from urllib3.exceptions import NewConnectionError
 
 from lathe_base.errors import Code, StageError, Unavailable, UserError, explain_os_error, printable
 from lathe_base.storage.network import PATIENCE, VARIABLE, network_patience
-from lathe_base.storage.stores import is_store
+from lathe_base.storage.object_store import is_store
 
 P = ParamSpec("P")
 R = TypeVar("R")

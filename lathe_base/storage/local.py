@@ -19,12 +19,11 @@ from pathlib import Path
 
 from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import StoreError, shown
-from lathe_base.storage.files import digest
-from lathe_base.storage.manifest import STAGE, require_relative
+from lathe_base.storage.files import digest, once, remember, require_relative
 from lathe_base.storage.object_store import BINARY, Body, Sent, Stored
+from lathe_base.storage.objects import STAGE
 from lathe_base.storage.ownership import existing_parent, foreign_files_error, require_writable
 from lathe_base.storage.parts import Etag, part_size, same_content
-from lathe_base.storage.verified import once, remember
 
 JOURNAL = ".lathe.store"
 TEMPORARY = ".lathe.put-"

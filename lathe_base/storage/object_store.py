@@ -1,13 +1,24 @@
-"""The interface of an object store; each store has its own file, and a line in `stores.py`."""
+"""The interface of an object store, and the table of stores.
+
+Each store has its own file and a line in `STORES`; only this module knows the schemes.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 BINARY, JSON = "application/octet-stream", "application/json"
+STORES = {
+    "s3": "lathe_base.storage.s3",
+    "minio": "lathe_base.storage.s3",
+    "file": "lathe_base.storage.local",
+}
+"""The module of each scheme, imported when it is first needed; its `open_store` takes an address
+and returns the store and the key."""
 
 
 @dataclass(frozen=True)
@@ -108,3 +119,25 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; a missing one is not an error."""
+
+
+def uri_scheme(uri: str) -> str:
+    """The text before the first colon, in lower case; empty without a colon. `urlsplit` would raise
+    an error if what follows is malformed."""
+    scheme, colon, _ = uri.partition(":")
+    return scheme.lower() if colon else ""
+
+
+def is_store(uri: str) -> bool:
+    """Whether `uri` is, or is meant to be, an address in an object store."""
+    return uri_scheme(uri) in STORES
+
+
+def open_store(uri: str) -> tuple[ObjectStore, str]:
+    """The store and the key of an address.
+
+    Raises:
+        UserError: not an address, or the store's settings are wrong.
+    """
+    store, key = import_module(STORES[uri_scheme(uri)]).open_store(uri)
+    return store, key

@@ -1,13 +1,76 @@
-"""Small operations by address: exists, list, read, write and remove."""
+"""Small operations by address: exists, list, read, write, remove and identify.
 
+A prefix that Lathe has uploaded has a manifest, which lists its files. It is put last, so that it
+marks a complete prefix.
+"""
+
+import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import CHANGED, MISSING, StoreError, explained, shown
-from lathe_base.storage.manifest import MARKER, RESERVED_NAMES, UNFINISHED
-from lathe_base.storage.object_store import JSON, ObjectStore, Stored
-from lathe_base.storage.stores import open_store
+from lathe_base.storage.files import digest, files_below, is_digest, known_sha256, require_relative
+from lathe_base.storage.http import validator
+from lathe_base.storage.object_store import (
+    JSON,
+    ObjectStore,
+    Stored,
+    is_store,
+    open_store,
+    uri_scheme,
+)
+
+MARKER = ".lathe.json"
+# Present during an upload or a removal; without the marker, the prefix then counts as absent.
+UNFINISHED = ".lathe.unfinished"
+# A folder on this machine: what a fetch has downloaded so far.
+STAGE = ".lathe.partial"
+RESERVED_NAMES = (MARKER, UNFINISHED)
+UNKNOWN = "unknown "
+"""Prefix of identifiers for contents that cannot be identified without reading all of them."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of a prefix: its size and digest."""
+
+    size: int  # bytes
+    sha256: str  # lower-case hex
+
+
+def to_json(files: Mapping[str, Entry]) -> str:
+    """The text of the marker: the files by their relative names, with `/`."""
+    listed = {name: {"size": e.size, "sha256": e.sha256} for name, e in sorted(files.items())}
+    return json.dumps({"files": listed}, indent=1, ensure_ascii=False) + "\n"
+
+
+def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
+    """Parse what `to_json` wrote.
+
+    Raises:
+        UserError: not a manifest, or a name in it leads out of the folder; names `where`.
+    """
+    try:
+        files = dict[str, Entry]()
+        for name, value in json.loads(text)["files"].items():
+            size, sha256 = value["size"], value["sha256"]
+            if type(size) is not int or size < 0:
+                raise ValueError(f"size {size!r}")
+            if not is_digest(sha256):
+                raise ValueError(f"sha256 {sha256!r}")
+            files[name] = Entry(size=size, sha256=sha256)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{where}: not a Lathe manifest ({type(error).__name__}: {error})",
+            "upload the folder again",
+            Code.MALFORMED,
+        ) from error
+    for name in files:
+        require_relative(name, where)
+    return files
 
 
 def exists(uri: str) -> bool:
@@ -154,3 +217,50 @@ def _text(store: ObjectStore, key: str) -> str | None:
         if error.code in MISSING:
             return None
         raise
+
+
+def content_id(location: str) -> str:
+    """The content identifier of a path or address.
+
+    For a local file it is the SHA-256; for a folder, that of the names and SHA-256 of all files
+    except hidden ones. A large file is read only once, as long as its times do not change. In a
+    store the ETags of the objects count, with their names and sizes, and on a web server the strong
+    ETag or, without one, the length and modification time. If none of these is available, the
+    result is unique.
+
+    Raises:
+        UserError: not found, or a store or server does not answer.
+    """
+    if is_store(location):
+        with explained(location):
+            store, key = open_store(location)
+            stat = None if key.endswith("/") else store.stat(key)
+            objects = {"": stat} if stat else store.list_below(key.removesuffix("/") + "/")
+        if not objects:
+            raise UserError(f"{location}: not found", "check the address", Code.NOT_FOUND)
+        tags = {n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()}
+        return f"etag {_digest_names(tags)}"
+    if uri_scheme(location) in ("http", "https"):
+        with explained(location):
+            version = validator(location)
+        return f"http {version}" if version else unknown()
+    path = Path(location)
+    if path.is_file():
+        return f"sha256 {known_sha256(path)}"
+    if not path.is_dir():
+        raise UserError(f"{location}: no such file or folder", "check the path", Code.NOT_FOUND)
+    files = {n: known_sha256(p) for n, p in files_below(path) if p.is_file() and not _is_hidden(n)}
+    return f"sha256 {_digest_names(files)}"
+
+
+def unknown() -> str:
+    """A unique identifier for contents that cannot be identified."""
+    return UNKNOWN + uuid.uuid4().hex
+
+
+def _digest_names(values: Mapping[str, object]) -> str:
+    return digest(json.dumps(sorted(values.items())))
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))

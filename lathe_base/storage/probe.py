@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import CHANGED, StoreError, explained
-from lathe_base.storage.object_store import Sent
+from lathe_base.storage.object_store import Sent, open_store
 from lathe_base.storage.parts import PART_BYTES
-from lathe_base.storage.stores import open_store
 
 TEXT = b"lathe"
 FOLDER = ".lathe-doctor-"

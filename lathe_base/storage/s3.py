@@ -26,12 +26,11 @@ from minio.error import InvalidResponseError, MinioException, S3Error, ServerErr
 from lathe_base.errors import Code, UserError
 from lathe_base.storage.credentials import explain_credentials, provider
 from lathe_base.storage.failures import CHANGED, MISSING, Damaged, StoreError, retried, shown
+from lathe_base.storage.files import require_relative
 from lathe_base.storage.http import is_address
-from lathe_base.storage.manifest import require_relative
 from lathe_base.storage.network import pool
 from lathe_base.storage.object_store import BINARY, Body, Sent, Stored, UploadEnded
-from lathe_base.storage.parallel import CONNECTIONS
-from lathe_base.storage.parts import Etag, is_md5, part_size, same_content
+from lathe_base.storage.parts import CONNECTIONS, Etag, is_md5, part_size, same_content
 
 SCHEMES = ("s3", "minio")
 ENDPOINT = "AWS_ENDPOINT_URL"

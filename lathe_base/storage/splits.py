@@ -4,7 +4,7 @@ import os
 import re
 from typing import NamedTuple
 
-from lathe_base.storage.stores import is_store
+from lathe_base.storage.object_store import is_store
 
 
 class Located(NamedTuple):

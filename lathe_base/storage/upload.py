@@ -7,20 +7,26 @@ from pathlib import Path
 
 from lathe_base.errors import Code, UserError
 from lathe_base.storage.failures import MISSING, StoreError, explained
-from lathe_base.storage.manifest import (
+from lathe_base.storage.files import require_relative
+from lathe_base.storage.object_store import (
+    JSON,
+    Multipart,
+    ObjectStore,
+    Sent,
+    Stored,
+    UploadEnded,
+    open_store,
+)
+from lathe_base.storage.objects import (
     MARKER,
     RESERVED_NAMES,
     STAGE,
     UNFINISHED,
     Entry,
-    require_relative,
+    mark_unfinished,
     to_json,
 )
-from lathe_base.storage.object_store import JSON, Multipart, ObjectStore, Sent, Stored, UploadEnded
-from lathe_base.storage.objects import mark_unfinished
-from lathe_base.storage.parallel import in_order, progress
-from lathe_base.storage.parts import part_count, part_size
-from lathe_base.storage.stores import open_store
+from lathe_base.storage.parts import in_order, part_count, part_size, progress
 
 TRIES = 3  # of a multipart upload that another process interferes with
 

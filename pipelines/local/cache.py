@@ -25,7 +25,7 @@ from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.storage import atomic_file, digest, is_remote, sha256
-from lathe_base.storage.contents import unknown
+from lathe_base.storage.objects import unknown
 from lathe_serving.environment import PYTHON_VARIABLE as SERVE
 from pipelines.compiler.code import REPOSITORY, code_digest
 

@@ -5,10 +5,9 @@ import pytest
 from components.plan import plan
 from components.settings import SETTINGS, SHARED
 from components.stages import NAMES
-from lathe_base.config.excerpt import excerpt_text, recipe_as_text
-from lathe_base.config.recipe import load_recipe, shipped_recipes
+from lathe_base.config.recipe import excerpt_text, load_recipe, recipe_as_text, shipped_recipes
 from lathe_base.config.settings import Recipe
-from lathe_base.config.settings.base import UndeclaredSetting
+from lathe_base.config.settings.types import UndeclaredSetting
 from lathe_base.errors import Code
 from tests.support.errors import raises
 

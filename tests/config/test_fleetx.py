@@ -14,7 +14,7 @@ from lathe_base.config.fleetx import with_locations
 from lathe_base.config.fleetx_keys import KEYS, Moved, Same
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.config.settings.base import flat
+from lathe_base.config.settings.types import flat
 from lathe_base.config.text import write as write_values
 from lathe_base.errors import Code
 from tests.support.errors import raises

@@ -17,7 +17,7 @@ from lathe.model.folder import training_data
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code
 from lathe_base.storage import sha256
-from lathe_base.storage.attested import ATTESTATIONS
+from lathe_base.storage.ownership import ATTESTATIONS
 from tests.support.errors import raises
 
 

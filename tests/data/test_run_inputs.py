@@ -9,7 +9,7 @@ from lathe.data.run_inputs import look_up
 from lathe.data.tokenizer import PAIRS
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code, StageError
-from lathe_base.storage.contents import UNKNOWN
+from lathe_base.storage.objects import UNKNOWN
 from tests.support.errors import raises
 
 

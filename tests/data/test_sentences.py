@@ -31,7 +31,7 @@ from lathe.data.tokens import TokenDataset
 from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.errors import Code
 from lathe_base.storage import sha256
-from lathe_base.storage.attested import ATTESTATIONS
+from lathe_base.storage.ownership import ATTESTATIONS
 from tests.data.test_samples import reference
 from tests.support.errors import raises
 from tests.support.tokenizers import metaspace_tokenizer

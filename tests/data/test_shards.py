@@ -23,7 +23,7 @@ from lathe.data.tokenize import tokenize, write_tokens
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code
 from lathe_base.storage import sha256, upload
-from lathe_base.storage.attested import ATTESTATIONS
+from lathe_base.storage.ownership import ATTESTATIONS
 from tests.support.errors import raises
 from tests.support.tables import quick_only
 

@@ -20,7 +20,7 @@ from lathe.model.gpt import GPT
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe
 from lathe_base.errors import Code
 from lathe_base.storage import sha256
-from lathe_base.storage.attested import ATTESTATIONS
+from lathe_base.storage.ownership import ATTESTATIONS
 from lathe_serving.runtime.openvino_model import OpenVINOModel
 from lathe_serving.runtime.session import OnnxModel
 from tests.support.errors import raises

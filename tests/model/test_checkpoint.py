@@ -13,10 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.folder import checkpoint_digest, open_folder, read_origin, training_origin
 from lathe.model.gpt import GPT
-from lathe_base.artifacts.origin import Ancestor, Origin
+from lathe_base.artifacts.metadata import Ancestor, Origin
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code
-from lathe_base.storage.verified import require_intact
+from lathe_base.storage.files import require_intact
 from tests.support.errors import raises
 from tests.support.small_models import small_config
 

@@ -9,8 +9,8 @@ from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe_base.checks import require
 from lathe_base.config.settings import Recipe
+from lathe_base.provenance.chain import REQUIREMENTS
 from lathe_base.provenance.keys import SIGNING_KEY, generate
-from lathe_base.provenance.policy import REQUIREMENTS
 from lathe_base.storage import read_text, upload
 from pipelines.cluster.preflight import Preflight
 from tests.pipelines.test_run import start

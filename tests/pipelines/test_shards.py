@@ -16,7 +16,7 @@ from components.plan import plan
 from lathe.data.prepare import prepare
 from lathe_base.config.recipe import load_recipe
 from lathe_base.storage import sha256, write_text
-from lathe_base.storage.attested import ATTESTATIONS
+from lathe_base.storage.ownership import ATTESTATIONS
 from pipelines.cluster import resume
 from pipelines.cluster.upload import version_name
 from pipelines.commands.variants import choose_variant

@@ -18,7 +18,7 @@ from lathe.report.report import verified_chain
 from lathe_base.errors import Code, UserError
 from lathe_base.provenance.chain import family_tree, verify_chain
 from lathe_base.provenance.keys import SIGNING_KEY, generate, load_private, load_verifier
-from lathe_base.storage.attested import ATTESTATIONS, SIGNATURE
+from lathe_base.storage.ownership import ATTESTATIONS, SIGNATURE
 from tests.support.attested import AttestedRun
 from tests.support.errors import raises
 

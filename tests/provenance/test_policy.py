@@ -12,15 +12,15 @@ from lathe.evaluate.gate import gate
 from lathe.release.deploy import deploy
 from lathe.release.publish import publish_release, roll_back
 from lathe.release.release import open_releases
-from lathe_base.artifacts.release import release_name
+from lathe_base.artifacts.kinds import release_name
 from lathe_base.config.settings import ProductionSettings, Recipe, ServingSettings
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.provenance.__main__ import REQUIRE, TRUSTED, admit
+from lathe_base.provenance.chain import REQUIREMENTS, require
 from lathe_base.provenance.keys import SIGNING_KEY, generate
-from lathe_base.provenance.policy import REQUIREMENTS, require
 from lathe_base.provenance.signature import Signer, sign
 from lathe_base.storage import sha256, upload
-from lathe_base.storage.attested import ATTESTATIONS, SIGNATURE
+from lathe_base.storage.ownership import ATTESTATIONS, SIGNATURE
 from lathe_serving.environment import find_environment
 from lathe_serving.server import ANY_PORTS
 from tests.support.attested import AttestedRun

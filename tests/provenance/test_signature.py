@@ -22,7 +22,7 @@ from lathe.cli import app
 from lathe_base.errors import Code, UserError
 from lathe_base.provenance.keys import PASSWORD, generate, load_private
 from lathe_base.provenance.signature import Signer, Trust, sign, verify
-from lathe_base.storage.attested import ATTESTATIONS
+from lathe_base.storage.ownership import ATTESTATIONS
 from tests.support.attested import AttestedRun
 from tests.support.errors import raises
 

@@ -8,8 +8,8 @@ import pytest
 
 from lathe_base.errors import Code
 from lathe_base.storage import upload, write_text
-from lathe_base.storage.contents import UNKNOWN, content_id
-from lathe_base.storage.verified import LARGE
+from lathe_base.storage.files import LARGE
+from lathe_base.storage.objects import UNKNOWN, content_id
 from tests.support.errors import raises
 from tests.support.loopback import LoopbackServer, QuietHandler
 
@@ -38,7 +38,7 @@ def test_a_large_file_is_read_again_only_when_its_times_change(
     file.write_bytes(bytes(LARGE))
     before = content_id(str(file))
     read: list[Path] = []
-    monkeypatch.setattr("lathe_base.storage.verified.sha256", lambda path: read.append(path) or "0")
+    monkeypatch.setattr("lathe_base.storage.files.sha256", lambda path: read.append(path) or "0")
     assert content_id(str(file)) == before and not read
     os.utime(file)
     assert content_id(str(file)) == "sha256 0" and read == [file]

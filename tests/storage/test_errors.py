@@ -15,7 +15,7 @@ import pytest
 from lathe_base.errors import Code, UserError
 from lathe_base.ports import free_port
 from lathe_base.storage import exists, fetch, read_text, remove, sha256, upload, write_text
-from lathe_base.storage.manifest import Entry, to_json
+from lathe_base.storage.objects import Entry, to_json
 from tests.support.errors import raises
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
 from tests.support.silent import always_sends, http, server

@@ -22,7 +22,7 @@ from lathe_base.storage import (
     locked,
     sha256,
 )
-from lathe_base.storage import outputs as implementation
+from lathe_base.storage import ownership as implementation
 from lathe_base.storage.ownership import Kind
 from tests.support.errors import raises
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe_base.errors import Code
-from lathe_base.storage.manifest import Entry, from_json, require_relative, to_json
+from lathe_base.storage.files import require_relative
+from lathe_base.storage.objects import Entry, from_json, to_json
 from lathe_base.storage.parts import MAX_PARTS, PART_BYTES, part_count, part_size
 from tests.support.errors import raises
 

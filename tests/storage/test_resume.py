@@ -40,7 +40,7 @@ def waited_for(condition: object, seconds: float = 30) -> None:
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few concurrent parts, so that the first ones are complete when the connection drops."""
-    monkeypatch.setattr("lathe_base.storage.parallel.CONNECTIONS", 2)
+    monkeypatch.setattr("lathe_base.storage.parts.CONNECTIONS", 2)
 
 
 @pytest.mark.usefixtures("narrow")

@@ -19,10 +19,9 @@ from lathe_base.storage import (
     write_text,
 )
 from lathe_base.storage.local import LocalMultipart
-from lathe_base.storage.object_store import ObjectStore
+from lathe_base.storage.object_store import STORES, ObjectStore, open_store
 from lathe_base.storage.parts import PART_BYTES
 from lathe_base.storage.s3 import S3Multipart
-from lathe_base.storage.stores import STORES, open_store
 from tests.support.errors import raises
 from tests.support.loopback import LoopbackServer, QuietHandler
 
@@ -30,15 +29,15 @@ PARTS = 6
 DIES_AFTER = """
 import os, sys
 from pathlib import Path
-from lathe_base.storage import fetch, parallel, upload
-parallel.CONNECTIONS = 2
+from lathe_base.storage import fetch, parts, upload
+parts.CONNECTIONS = 2
 calls = 0
 def advance(self, size):
     global calls
     calls += 1
     if calls == 4:
         os._exit(9)
-parallel.ByteProgress.advance = advance
+parts.ByteProgress.advance = advance
 verb, path, uri = sys.argv[1:]
 upload(Path(path), uri) if verb == "put" else fetch(uri, Path(path))
 """

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lathe_base.errors import Code
-from lathe_base.storage import sha256, verified
-from lathe_base.storage.verified import require_intact
+from lathe_base.storage import files, sha256
+from lathe_base.storage.files import require_intact
 from tests.support.errors import raises
 
 
@@ -22,7 +22,7 @@ def data(tmp_path: Path, cache: Path) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "small").write_bytes(b"a few bytes")
-    (folder / "large").write_bytes(bytes(verified.LARGE))
+    (folder / "large").write_bytes(bytes(files.LARGE))
     return folder
 
 
@@ -38,7 +38,7 @@ def test_a_large_file_is_hashed_once(data: Path, monkeypatch: pytest.MonkeyPatch
         return sha256(path)
 
     listed = {path.name: sha256(path) for path in data.iterdir()}
-    monkeypatch.setattr(verified, "sha256", counting)
+    monkeypatch.setattr(files, "sha256", counting)
     for _ in range(3):
         check(data, listed)
     assert sorted(hashed) == ["large", "small", "small", "small"]

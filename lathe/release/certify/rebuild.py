@@ -19,10 +19,16 @@ from lathe.model.folder import WEIGHTS
 from lathe.release.certify.tensors import first_difference
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.provenance import surroundings
-from lathe_base.provenance.chain import Step, recorded_chain, verify_chain
+from lathe_base.provenance.bundle import Resource, Statement
+from lathe_base.provenance.chain import (
+    GRAPH,
+    Step,
+    is_served,
+    recorded_chain,
+    served_export,
+    verify_chain,
+)
 from lathe_base.provenance.keys import SIGNING_KEY
-from lathe_base.provenance.policy import GRAPH, is_served, served_export
-from lathe_base.provenance.statement import Resource, Statement
 from lathe_base.provenance.step import NAMED, WEIGHT, folder_kind
 from lathe_base.storage import atomic_file, digest, locked, sha256
 from lathe_base.storage.ownership import foreign_files_error, require_apart

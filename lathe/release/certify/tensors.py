@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from safetensors import deserialize
 
 from lathe.model.folder import WEIGHTS
-from lathe_base.provenance.policy import GRAPH
+from lathe_base.provenance.chain import GRAPH
 from lathe_base.storage import sha256
 
 WIDTHS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}

@@ -18,7 +18,7 @@ from lathe.report.cards.documents import (
 )
 from lathe.report.cards.evidence import Evidence
 from lathe.report.cards.figures import Figure
-from lathe_base.artifacts.origin import Ancestor, Corpus
+from lathe_base.artifacts.metadata import Ancestor, Corpus
 from lathe_base.config.settings import CardSettings
 
 MODEL = "model"

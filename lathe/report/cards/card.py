@@ -8,7 +8,7 @@ from lathe.model.card import TASK, card_values, front_matter
 from lathe.report.cards.evidence import Evidence
 from lathe.report.cards.figures import CONFIDENCE, Figure
 from lathe_base.config.text import write
-from lathe_base.pages.markdown import render_markdown
+from lathe_base.pages import render_markdown
 
 TEMPLATE = "lathe/report/cards/card.md.j2"
 

@@ -21,8 +21,7 @@ from lathe.model.folder import (
 )
 from lathe.report.cards.figures import Figure, read_figures
 from lathe_base.artifacts.kinds import EXPORT, open_export, read_as
-from lathe_base.artifacts.metadata import ExportMetadata
-from lathe_base.artifacts.origin import Origin
+from lathe_base.artifacts.metadata import ExportMetadata, Origin
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import sha256
 

@@ -13,7 +13,7 @@ from lathe.report.cards.card import model_card
 from lathe.report.cards.documents import BOM
 from lathe.report.cards.evidence import read_evidence
 from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
-from lathe_base.pages.markdown import is_sealed, seal
+from lathe_base.pages import is_sealed, seal
 from lathe_base.pages.style import LIGHT, Theme, draw
 from lathe_base.storage import atomic_file, claim_output_file
 from lathe_base.storage.ownership import FileKind, Source

@@ -8,7 +8,7 @@ from lathe_base.config.megatron.command import Command, read_command
 from lathe_base.config.megatron.flags import CHANGES, REFUSED, SPLIT, TAKEN, WITHOUT_EFFECT
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
-from lathe_base.config.settings.base import flat
+from lathe_base.config.settings.types import flat
 from lathe_base.errors import Code, UserError, printable
 
 BASE = "megatron"

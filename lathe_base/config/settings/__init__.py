@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from lathe_base.config.settings.base import Settings
 from lathe_base.config.settings.compression import (
     CompressSettings,
     DistillSettings,
@@ -17,9 +16,13 @@ from lathe_base.config.settings.compression import (
     QuantizationSettings,
     SensitivitySettings,
 )
-from lathe_base.config.settings.data import DataPart, Dataset, DataSettings, PrepareSettings
-from lathe_base.config.settings.machines import DistributedSettings, LaunchSettings, Sharding
-from lathe_base.config.settings.placement import Placement, Placements
+from lathe_base.config.settings.placement import (
+    DistributedSettings,
+    LaunchSettings,
+    Placement,
+    Placements,
+    Sharding,
+)
 from lathe_base.config.settings.quality import CardSettings, GateSettings, OfflineEvalSettings
 from lathe_base.config.settings.serving import (
     ExportSettings,
@@ -29,6 +32,9 @@ from lathe_base.config.settings.serving import (
     ServingSettings,
 )
 from lathe_base.config.settings.training import (
+    DataPart,
+    Dataset,
+    DataSettings,
     EngineSettings,
     FinetuneSettings,
     GlobalSettings,
@@ -38,8 +44,10 @@ from lathe_base.config.settings.training import (
     MixPrecision,
     ModelSettings,
     OptimizerSettings,
+    PrepareSettings,
     SaveLoad,
 )
+from lathe_base.config.settings.types import Settings
 
 __all__ = [
     "CardSettings",

@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lathe_base.config.settings.base import Settings
 from lathe_base.config.settings.types import (
     FORMATS,
     ActivationScales,
@@ -19,6 +18,7 @@ from lathe_base.config.settings.types import (
     Probability,
     SensitivityMetric,
     SensitivityMode,
+    Settings,
 )
 
 

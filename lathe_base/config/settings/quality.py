@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lathe_base.config.settings.base import Settings
-from lathe_base.config.settings.types import EvaluationRuntime, Positive
+from lathe_base.config.settings.types import EvaluationRuntime, Positive, Settings
 
 
 class AnswerSettings(Settings):

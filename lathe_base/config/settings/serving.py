@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lathe_base.config.settings.base import Settings
 from lathe_base.config.settings.types import (
     Factor,
     KubernetesLabel,
@@ -15,6 +14,7 @@ from lathe_base.config.settings.types import (
     Port,
     Positive,
     Seconds,
+    Settings,
     generation_bounds,
     generation_default,
 )

@@ -22,16 +22,16 @@ from lathe.data.prepare import prepare
 from lathe.data.sources import documents
 from lathe.export.export import export
 from lathe.release.certify.rebuild import JOURNAL, compare, rebuild
-from lathe_base.artifacts.release import release_digests
+from lathe_base.artifacts.kinds import release_digests
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code
 from lathe_base.provenance import bundle
+from lathe_base.provenance.bundle import seal
 from lathe_base.provenance.chain import recorded_chain
-from lathe_base.provenance.envelope import seal
 from lathe_base.provenance.keys import SIGNING_KEY
 from lathe_base.provenance.step import attest, materials, now
 from lathe_base.storage import sha256
-from lathe_base.storage.attested import NAMES
+from lathe_base.storage.ownership import ATTESTATION_FILES
 from tests.support import warm
 from tests.support.attested import OVERRIDES, AttestedRun
 from tests.support.errors import raises
@@ -126,7 +126,7 @@ def test_a_differing_graph_is_reported_by_tensor_and_other_files_by_byte(
 def write_release(made: AttestedRun, folder: Path) -> Path:
     """Write a release folder of an export with its attestation."""
     shutil.copytree(made.dense_onnx, folder / "gpt" / "1")
-    for name in NAMES:
+    for name in ATTESTATION_FILES:
         (folder / "gpt" / "1" / name).unlink(missing_ok=True)
     inputs = list(materials("exported", made.dense_onnx))
     attest("release", made.recipe, folder, inputs, {}, now(), release_digests(folder))

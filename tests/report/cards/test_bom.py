@@ -14,7 +14,7 @@ from rfc3986_validator import validate_rfc3986
 
 from lathe.report.cards.bom import model_bom
 from lathe.report.cards.evidence import Evidence, read_evidence
-from lathe_base.artifacts.origin import Ancestor
+from lathe_base.artifacts.metadata import Ancestor
 from lathe_base.config.settings import CardSettings
 from tests.report.cards.conftest import Stages
 from tests.report.cards.test_card import full
