@@ -18,7 +18,7 @@ from lathe_base.storage.object_store import ObjectStore, Stored, open_store
 from lathe_base.storage.objects import MARKER, RESERVED_NAMES, STAGE, from_json, is_unfinished
 from lathe_base.storage.parts import Etag, in_order, is_md5, part_count, part_size, progress
 
-SAVES = 256  # most saves of a record during a download
+MAX_SAVES = 256  # of a record during a download
 SAVE_BYTES = 1 << 22
 
 
@@ -30,7 +30,7 @@ class _Record:
         self._path = work.with_name(f"{work.name}.json")
         self._of = {"etag": stored.etag, "size": stored.size}
         self._lock = threading.Lock()
-        self._every, self._unsaved = max(SAVE_BYTES, stored.size // SAVES), 0
+        self._every, self._unsaved = max(SAVE_BYTES, stored.size // MAX_SAVES), 0
         self.arrived = [0] * part_count(stored.size)  # bytes, by part
         try:
             saved = json.loads(self._path.read_text(encoding="utf-8"))
@@ -44,7 +44,7 @@ class _Record:
             self.arrived[part] += count
             self._unsaved += count
             if self._unsaved >= self._every:
-                self._save()
+                self._save()  # bytes that arrive after it are downloaded again after a kill
 
     def save(self) -> None:
         with self._lock:
@@ -85,7 +85,7 @@ def get_file(
     digest, etag = hashlib.sha256(), Etag(in_parts)
     file = os.open(work, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        os.ftruncate(file, size)
+        os.ftruncate(file, size)  # parts are written at their places, in any order
 
         def get(part: int) -> bool:
             start = part * step
@@ -220,7 +220,15 @@ def _below(store: ObjectStore, prefix: str, uri: str) -> list[FileToFetch]:
 
 def _fetch(store: ObjectStore, uri: str, wanted: list[FileToFetch], folder: Path) -> None:
     with _stage(folder) as stage:
-        missing = [w for w in wanted if not _is_downloaded(folder / w.name, w)]
+        # What an earlier fetch has downloaded whole, according to its digest, is not fetched again.
+        missing = [
+            w
+            for w in wanted
+            if w.sha256 is None
+            or not (target := folder / w.name).is_file()
+            or target.stat().st_size != w.stored.size
+            or sha256(target) != w.sha256
+        ]
         work = {w.name: stage / digest(store.address(w.stored.key))[:32] for w in missing}
         # What an interrupted fetch has downloaded takes its space already.
         there = sum(path.stat().st_blocks * 512 for path in work.values() if path.exists())
@@ -241,11 +249,13 @@ def _fetch(store: ObjectStore, uri: str, wanted: list[FileToFetch], folder: Path
                 return w.stored.size
 
             small = [w for w in missing if part_count(w.stored.size) <= 1]
+            # Small files in parallel, then large ones one after the other, each in parallel parts.
             for size in in_order(get_small, small):
                 p.advance(size)
             for w in missing:
                 if part_count(w.stored.size) > 1:
                     get_file(store, w.stored, w.sha256, work[w.name], p.advance)
+        # Files appear in the folder only when all have arrived.
         for w in missing:
             target = folder / w.name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -275,13 +285,3 @@ def _stage(folder: Path) -> Iterator[Path]:
             return
         finally:
             os.close(handle)
-
-
-def _is_downloaded(target: Path, w: FileToFetch) -> bool:
-    """Whether an earlier fetch has already downloaded it, according to its digest."""
-    return (
-        w.sha256 is not None
-        and target.is_file()
-        and target.stat().st_size == w.stored.size
-        and sha256(target) == w.sha256
-    )

@@ -26,6 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger("lathe")
 
+# HTTP status codes, and S3's error codes where the answer has one.
 BUSY = {
     "429",
     "502",
@@ -72,9 +73,13 @@ CHANGED = {"412", "ConditionalRequestConflict", "PreconditionFailed"}
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NETWORK_ERRORS = (urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)
 
-
 # A retry of these takes as long again; a name server can be as silent as a store.
 SLOW = (TimeoutError, urllib3.exceptions.TimeoutError, socket.gaierror)
+IN_POD = "KUBERNETES_SERVICE_HOST"
+
+_answered = Event()
+"""Set once a server has answered this process: the address is then right, and a server that stops
+answering is expected to come back."""
 
 
 class Damaged(ConnectionError):
@@ -111,24 +116,20 @@ def _transient(error: BaseException) -> bool:
 
 def timed_out(error: BaseException | None) -> bool:
     """Whether an error, or one that caused it, is a timeout."""
+    # urllib3 wraps its errors in `reason` and in arguments, others chain theirs.
     seen: list[BaseException] = []
     pending = [error]
     while pending:
         error = pending.pop()
         if error is None or error in seen:
             continue
+        # NewConnectionError, a refused connection, inherits from urllib3's timeout.
         if isinstance(error, SLOW) and not isinstance(error, NewConnectionError):
             return True
         seen.append(error)
         inner = [getattr(error, "reason", None), error.__cause__, error.__context__, *error.args]
         pending += [e for e in inner if isinstance(e, BaseException)]
     return False
-
-
-_answered = Event()
-"""Set once a server has answered this process: the address is then right, and a server that stops
-answering is expected to come back."""
-IN_POD = "KUBERNETES_SERVICE_HOST"
 
 
 def _attempts(error: BaseException | None) -> int:
@@ -242,6 +243,7 @@ def _explain(uri: str, error: Exception) -> UserError:
     code = status(error)
     asked = error if isinstance(error, StoreError) else StoreError("")
     what = shown(uri)
+    # The server has answered, with a code.
     if code == "NoSuchBucket":
         return UserError(
             f"{what}: not found (NoSuchBucket)",
@@ -281,6 +283,7 @@ def _explain(uri: str, error: Exception) -> UserError:
             "run it again; if it persists, check the store's disks",
             Code.CORRUPT,
         )
+    # It has not answered.
     source = f" from {shown(asked.store)}" if asked.store else ""
     hint = f"check the network and {asked.variable or 'the address'}"
     if timed_out(error):

@@ -61,6 +61,7 @@ def atomic_file(output: Path) -> Iterator[Path]:
     symbolic link is kept, and the file that it points to is replaced."""
     target = Path(os.path.realpath(output))
     target.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename is atomic only within a file system.
     work = target.with_name(f".{target.name[:200]}.{os.getpid()}")
     try:
         yield work
@@ -99,6 +100,7 @@ def once(path: Path, what: str, check: Callable[[Path], bool]) -> bool:
     """
     if path.stat().st_size < LARGE:
         return check(path)
+    # The state is taken before the check: a file that changes meanwhile is checked again next time.
     state, note = _state(path), _note(path, what)
     with suppress(OSError, ValueError):
         if note and json.loads(note.read_bytes()) == state:
@@ -138,6 +140,7 @@ def cache_folder() -> Path | None:
 
 def _state(path: Path) -> list[int]:
     stat = path.stat()
+    # Programs can set mtime back after a change, but not ctime.
     return [stat.st_ino, stat.st_dev, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
@@ -156,7 +159,7 @@ def _remember(note: Path | None, state: Sequence[object]) -> None:
 def _read(path: Path) -> str:
     if path.stat().st_size < WITH_BAR:
         return sha256(path)
-    from lathe_base.progress import bar  # needs rich, which a bare image lacks
+    from lathe_base.progress import bar  # with rich, which only long checks are worth
 
     with bar(f"verify {path.name}"):
         return sha256(path)

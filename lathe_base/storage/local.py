@@ -93,7 +93,7 @@ class LocalStore:
         if not path.is_file():
             raise StoreError(f"{path}: no such file", "PreconditionFailed")
         with path.open("rb") as file:
-
+            # Compared before the first byte and after the last: it may change in between.
             def require_same() -> None:
                 if _etag(os.fstat(file.fileno())) != stored.etag:
                     raise StoreError(f"{path}: changed", "PreconditionFailed")
@@ -154,6 +154,9 @@ class LocalStore:
                 raise StoreError(f"{path}: changed", "PreconditionFailed")
             if os.path.lexists(path):
                 _require_ours(path)
+            # First the journal, then the file: if this process is killed in between, a line fits no
+            # file, whereas a file without a line would never be replaced. The line break comes
+            # first, because the line before may be incomplete.
             record = {"name": path.relative_to(journal.folder).as_posix(), "etag": etag}
             _write(journal.file, f"\n{json.dumps(record)}".encode(), journal.size)
             os.replace(work, path)
@@ -166,6 +169,8 @@ class LocalMultipart:
     def __init__(self, store: LocalStore, path: Path, size: int, work: Path, file: int) -> None:
         self._store, self._path, self._size = store, path, size
         self._work, self._file = work, file
+        # Parts that an earlier attempt has written: one that is incomplete, or a hole in the file,
+        # has another digest than the part to send, and is sent again.
         step, there = part_size(size), os.fstat(file).st_size
         self.there = {
             number + 1: hashlib.md5(os.pread(file, step, number * step)).hexdigest()
@@ -247,7 +252,8 @@ def _is_ours(path: Path) -> bool:
     def has_etag(etag: str, path: Path) -> bool:
         return same_content(path, etag) is not None
 
-    # Of one journal or several, whose lines are several if a put was killed.
+    # Every put adds a line to the journal, and any of them counts: if a put was killed before its
+    # rename, the last line is of a file that never appeared. Stores may be inside each other.
     recorded = {
         etag
         for folder in path.parents
@@ -350,7 +356,14 @@ def _prune(parent: Path) -> None:
     """Remove the folders that a deleted object leaves empty, up to the root of its store."""
     for folder in (parent, *parent.parents):
         with suppress(OSError):
-            _sweep(folder)
+            # Leftovers of killed uploads, which nobody holds a lock on, do not keep a folder.
+            left = [path for path in folder.iterdir() if path.name != JOURNAL]
+            if all(path.name.startswith(TEMPORARY) for path in left):
+                for work in left:
+                    file = os.open(work, os.O_RDWR)
+                    if _try_lock(file, work):
+                        work.unlink()
+                        os.close(file)
             if (folder / JOURNAL).exists():
                 file = os.open(folder / JOURNAL, os.O_RDWR)
                 with _closing(file):
@@ -362,14 +375,3 @@ def _prune(parent: Path) -> None:
             folder.rmdir()
         if folder.exists():
             return
-
-
-def _sweep(folder: Path) -> None:
-    """Remove the leftovers of killed uploads in a folder, if it contains nothing else."""
-    left = [path for path in folder.iterdir() if path.name != JOURNAL]
-    if all(path.name.startswith(TEMPORARY) for path in left):
-        for work in left:
-            file = os.open(work, os.O_RDWR)
-            if _try_lock(file, work):
-                work.unlink()
-                os.close(file)

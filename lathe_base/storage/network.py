@@ -75,6 +75,8 @@ class _Paced(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
+        # Only the time in which the server is waited for counts, not that in which the reader is
+        # busy with what has arrived.
         started = time.monotonic()
         count: int | None = self._raw.readinto(buffer)
         self._waited += time.monotonic() - started
@@ -93,13 +95,14 @@ class _Paced(io.RawIOBase):
 class _Response(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, *arguments: Any, **named: Any) -> None:
         super().__init__(sock, *arguments, **named)
+        # `fp` is the buffered reader that HTTPResponse has made of the socket.
         if limit := sock.gettimeout():
             self.fp = io.BufferedReader(_Paced(self.fp.detach(), limit))
 
 
 def _send(connection: Any, send: Any, data: Any) -> None:
     """Send bytes in chunks, because the timeout of `sendall` covers the whole buffer."""
-    if connection.sock is None:
+    if connection.sock is None:  # `send` would connect too, but then there is no timeout to set
         connection.connect()
     connection.sock.settimeout(network_timeout())
     pieces = range(0, len(data), SEND_BYTES) if isinstance(data, bytes) else ()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 BINARY, JSON = "application/octet-stream", "application/json"
+
 STORES = {
     "s3": "lathe_base.storage.s3",
     "minio": "lathe_base.storage.s3",

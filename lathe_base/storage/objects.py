@@ -29,6 +29,7 @@ UNFINISHED = ".lathe.unfinished"
 # A folder on this machine: what a fetch has downloaded so far.
 STAGE = ".lathe.partial"
 RESERVED_NAMES = (MARKER, UNFINISHED)
+
 UNKNOWN = "unknown "
 """Prefix of identifiers for contents that cannot be identified without reading all of them."""
 
@@ -125,6 +126,8 @@ def mark_unfinished(store: ObjectStore, prefix: str) -> str:
         The content of UNFINISHED, unique to this change.
     """
     token = uuid.uuid4().hex
+    # In this order: without marker and UNFINISHED, the prefix would pass for one that Lathe did not
+    # upload, and be read in part.
     store.put(prefix + UNFINISHED, token.encode(), JSON)
     store.delete([prefix + MARKER])
     return token
@@ -193,6 +196,7 @@ def replace_text(uri: str, text: str, seen: str | None) -> None:
     """
     with explained(uri):
         store, key = open_store(uri)
+        # The ETag is taken before the text: if the object changes in between, the put is refused.
         stored = store.stat(key)
         if _text(store, key) == seen:
             try:
@@ -239,7 +243,7 @@ def content_id(location: str) -> str:
         if not objects:
             raise UserError(f"{location}: not found", "check the address", Code.NOT_FOUND)
         tags = {n: [o.etag or o.time.isoformat(), o.size] for n, o in objects.items()}
-        return f"etag {_digest_names(tags)}"
+        return f"etag {digest(json.dumps(sorted(tags.items())))}"
     if uri_scheme(location) in ("http", "https"):
         with explained(location):
             version = validator(location)
@@ -249,18 +253,14 @@ def content_id(location: str) -> str:
         return f"sha256 {known_sha256(path)}"
     if not path.is_dir():
         raise UserError(f"{location}: no such file or folder", "check the path", Code.NOT_FOUND)
-    files = {n: known_sha256(p) for n, p in files_below(path) if p.is_file() and not _is_hidden(n)}
-    return f"sha256 {_digest_names(files)}"
+    files = {
+        name: known_sha256(file)
+        for name, file in files_below(path)
+        if file.is_file() and not any(part.startswith(".") for part in name.split("/"))
+    }
+    return f"sha256 {digest(json.dumps(sorted(files.items())))}"
 
 
 def unknown() -> str:
     """A unique identifier for contents that cannot be identified."""
     return UNKNOWN + uuid.uuid4().hex
-
-
-def _digest_names(values: Mapping[str, object]) -> str:
-    return digest(json.dumps(sorted(values.items())))
-
-
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))

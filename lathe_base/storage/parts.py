@@ -14,15 +14,16 @@ from typing import TypeVar
 MIB = 1 << 20
 PART_BYTES = 8 * MIB
 MAX_PARTS = 10_000  # of one object; S3's limit
-A = TypeVar("A")
-B = TypeVar("B")
-
 CONNECTIONS = 8
 SHOWN_AFTER_SECONDS = 2.0
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def part_size(size: int) -> int:
     """Bytes of each part but the last, for a file of `size` bytes; the same in every attempt."""
+    # Whole MiB, and larger than usual only where there would be more than MAX_PARTS.
     return max(PART_BYTES, -(-size // (MAX_PARTS * MIB)) * MIB)
 
 
@@ -74,6 +75,8 @@ def in_order(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
     Each item is taken from `items` in the caller's thread, while earlier ones are processed.
     """
     with ThreadPoolExecutor(CONNECTIONS) as pool:
+        # The results are taken in order, so a slow item holds back at most CONNECTIONS others: that
+        # many parts of a file are in memory.
         waiting: deque[Future[B]] = deque()
         try:
             for item in items:
@@ -83,6 +86,7 @@ def in_order(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
             while waiting:
                 yield waiting.popleft().result()
         finally:
+            # After an error, leaving the pool waits only for the items that have begun.
             for future in waiting:
                 future.cancel()
 
@@ -103,17 +107,13 @@ class ByteProgress:
         if self._bar is None:
             if seconds < SHOWN_AFTER_SECONDS:
                 return
-            self._bar = self._open()
+            from lathe_base.progress import bar  # only now, because it imports rich
+
+            total = self._total // MIB
+            self._bar = self._bars.enter_context(bar(f"{self._what}, MiB", total)).advance
         step = self._done // MIB - self._drawn
         self._drawn += step
         self._bar(step, f"{self._done / seconds / 1e6:.0f} MB/s")
-
-    def _open(self) -> Callable[[int, str], None]:
-        try:
-            from lathe_base.progress import bar  # a bare image that only fetches lacks rich
-        except ModuleNotFoundError:
-            return lambda step, status: None
-        return self._bars.enter_context(bar(f"{self._what}, MiB", self._total // MIB)).advance
 
 
 @contextmanager

@@ -61,20 +61,11 @@ Headers = dict[str, str | list[str] | tuple[str]]
 
 
 def open_store(uri: str) -> tuple["S3Store", str]:
-    """The bucket's store, and the key.
+    """The bucket's store, and the key, of `s3://bucket/key` (or `minio://`).
 
     Raises:
-        UserError: not the address of an object, or the AWS variables are wrong.
-    """
-    bucket, key = parse(uri)
-    return S3Store(uri.partition(":")[0], bucket), key
-
-
-def parse(uri: str) -> tuple[str, str]:
-    """Bucket and key of `s3://bucket/key` (or `minio://`).
-
-    Raises:
-        UserError: no bucket or key, another scheme, or a key with `..`.
+        UserError: no bucket or key, another scheme, a key with `..`, or the AWS variables are
+            wrong.
     """
     scheme, _, rest = uri.partition("://")
     bucket, _, key = rest.partition("/")
@@ -85,7 +76,7 @@ def parse(uri: str) -> tuple[str, str]:
             Code.BAD_PATH,
         )
     require_relative(key.removesuffix("/"), uri)
-    return bucket, key
+    return S3Store(scheme, bucket), key
 
 
 def endpoint() -> SplitResult:
@@ -146,22 +137,18 @@ def _translated() -> Iterator[None]:
         store = os.environ.get(ENDPOINT) or ""
         # The store's message, without the client's additions.
         message = error.message if isinstance(error, S3Error) and error.message else str(error)
-        raise StoreError(
-            message, _code(error), store, ENDPOINT if store else "", explain_credentials()
-        ) from error
-
-
-def _code(error: Exception) -> str:
-    if isinstance(error, ServerError):
-        return str(error.status_code)
-    if isinstance(error, S3Error):
-        return error.code or ""
-    if isinstance(error, InvalidResponseError):  # valid XML sent as text/xml, as by rclone
-        match = re.search(
-            r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
-        )
-        return match[1] or match[2] if match else ""
-    return ""
+        code = ""
+        if isinstance(error, ServerError):
+            code = str(error.status_code)
+        elif isinstance(error, S3Error):
+            code = error.code or ""
+        elif isinstance(error, InvalidResponseError):  # valid XML sent as text/xml, as by rclone
+            match = re.search(
+                r"<Code>(\w+)</Code>|Response code: (\d+), (?!.*<Code>)", str(error), re.S
+            )
+            code = (match[1] or match[2]) if match else ""
+        variable = ENDPOINT if store else ""
+        raise StoreError(message, code, store, variable, explain_credentials()) from error
 
 
 class S3Store:
@@ -218,7 +205,7 @@ class S3Store:
     def _list(self, prefix: str) -> Iterator[Object]:
         query: Headers = {"list-type": "2", "delimiter": "", "encoding-type": "url"}
         query |= {"max-keys": "1000", "prefix": prefix}
-        tokens: set[str | None] = {None}
+        tokens: set[str | None] = {None}  # a store that repeats one would be asked for ever
         while True:
             page = self._client._execute("GET", self._bucket, query_params=dict(query))
             objects, is_truncated, token, _ = parse_list_objects(page)
@@ -244,7 +231,17 @@ class S3Store:
 
     @contextmanager
     def open_range(self, stored: Stored, start: int, length: int) -> Iterator[Body]:
-        response = self._range(stored, start, length)
+        condition: Headers = {"If-Match": f'"{stored.etag}"'}
+        where = (self._bucket, stored.key, start, length)
+        try:
+            with _translated():
+                response = self._client.get_object(*where, condition)
+        except StoreError as error:
+            if error.code not in CHANGED or (self.stat(stored.key) or stored).etag != stored.etag:
+                raise
+            # A weak ETag never matches (RFC 9110); it is compared below.
+            with _translated():
+                response = self._client.get_object(*where)
         try:
             if _plain(response.headers.get("etag")) != stored.etag:
                 raise StoreError("the store ignores If-Match", "PreconditionFailed")
@@ -257,18 +254,6 @@ class S3Store:
         finally:
             response.close()
             response.release_conn()
-
-    def _range(self, stored: Stored, start: int, length: int) -> urllib3.BaseHTTPResponse:
-        condition: Headers = {"If-Match": f'"{stored.etag}"'}
-        where = (self._bucket, stored.key, start, length)
-        try:
-            with _translated():
-                return self._client.get_object(*where, condition)
-        except StoreError as error:
-            if error.code not in CHANGED or (self.stat(stored.key) or stored).etag != stored.etag:
-                raise
-            with _translated():  # a weak ETag never matches (RFC 9110); `open_range` compares it
-                return self._client.get_object(*where)
 
     def same_content(self, stored: Stored, path: Path) -> str | None:
         return same_content(path, stored.etag)
@@ -305,6 +290,7 @@ class S3Store:
         part: Headers | None = None,
     ) -> str:
         """Put an object, or with `part` one part of it, and return the store's ETag."""
+        # The store refuses a body with another MD5: damage on the way is not kept.
         headers = headers | {"Content-MD5": base64.b64encode(md5).decode()}
         # The public put_object aborts an interrupted upload; this request leaves it to be resumed.
         with _translated():
@@ -406,6 +392,7 @@ class S3Store:
             answer = client._complete_multipart_upload(self._bucket, key, upload_id, parts)
         if not answer.etag:  # the store failed after it had begun to answer 200
             raise Damaged("the store failed to join the parts")
+        # Where each part's ETag is its MD5, that of the object has to be the digest of these.
         etag = Etag(in_parts=True)
         for part in sent:
             etag.add(part.md5)

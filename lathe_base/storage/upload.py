@@ -28,7 +28,7 @@ from lathe_base.storage.objects import (
 )
 from lathe_base.storage.parts import in_order, part_count, part_size, progress
 
-TRIES = 3  # of a multipart upload that another process interferes with
+MAX_TRIES = 3  # of a multipart upload that another process interferes with
 
 
 def upload(path: Path, uri: str) -> None:
@@ -67,6 +67,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
     files = _files(folder)
     sizes = {name: path.stat().st_size for name, path in files.items()}
     store.claim(prefix)
+    # From here on until the marker is put, readers find nothing at the prefix.
     token = mark_unfinished(store, prefix)
     before = store.list_below(prefix)
     store.delete([prefix + n for n in before if n not in {*files, *RESERVED_NAMES}])
@@ -79,6 +80,7 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
 
             return name, _put_file(store, prefix + name, files[name], before.get(name), nothing)
 
+        # Small files in parallel, then large ones one after the other, each in parallel parts.
         for name, entry in in_order(put_small, [n for n in files if part_count(sizes[n]) <= 1]):
             entries[name] = entry
             p.advance(entry.size)
@@ -101,46 +103,6 @@ def _put_folder(store: ObjectStore, prefix: str, folder: Path) -> None:
         )
     store.put(prefix + MARKER, to_json(entries).encode(), JSON)
     store.delete([prefix + UNFINISHED])
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Every file below the folder by its name relative to it, with `/`."""
-    files: dict[str, Path] = {}
-    if (folder / STAGE).exists():
-        raise UserError(
-            f"{folder}: a download into it is unfinished", "run the download again", Code.INCOMPLETE
-        )
-    for parent, folders, names in os.walk(folder, onerror=_raise):
-        for name in folders:
-            if (link := Path(parent, name)).is_symlink():
-                raise UserError(
-                    f"{link}: a link to a folder",
-                    "replace the link with the folder itself",
-                    Code.WRONG_KIND,
-                )
-        for name in names:
-            path = Path(parent, name)
-            relative = path.relative_to(folder).as_posix()
-            if relative in RESERVED_NAMES:
-                continue
-            if not path.is_file():
-                raise UserError(
-                    f"{path}: not a file", "remove it, or fix the link", Code.WRONG_KIND
-                )
-            try:
-                relative.encode()
-            except UnicodeEncodeError:
-                raise UserError(
-                    f"{path!r}: its name is not UTF-8", "rename it", Code.BAD_PATH
-                ) from None
-            files[require_relative(relative, str(folder))] = path
-    if not files:
-        raise UserError(f"{folder}: contains no files", "give a folder with files", Code.INCOMPLETE)
-    return dict(sorted(files.items()))
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _put_file(
@@ -171,13 +133,14 @@ def _put_parts(
     Another process may mistake this for an interrupted upload and continue it with other bytes: the
     store then rejects one of the two, which starts again.
     """
-    for attempt in range(TRIES):
+    for attempt in range(MAX_TRIES):
         try:
             with store.multipart(key, size, resume=attempt == 0) as upload:
                 sha256, sent = _send(upload, path, size, advance)
                 upload.complete(sent)
             return sha256
         except UploadEnded:
+            # The other process may have uploaded the same bytes.
             now = store.stat(key)
         if now and now.size == size and (etag := store.same_content(now, path)):
             return etag
@@ -194,6 +157,7 @@ def _send(
     """Upload the parts that are missing; return the file's SHA-256, and all its parts."""
     digest = hashlib.sha256()
 
+    # Runs in this thread only, so the digest gets the parts in their order.
     def parts() -> Iterator[tuple[int, bytes]]:
         with path.open("rb") as file:
             for number in range(1, part_count(size) + 1):
@@ -220,3 +184,43 @@ def _send(
         advance(part.size)
         sent.append(part)
     return digest.hexdigest(), sent
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Every file below the folder by its name relative to it, with `/`."""
+    files: dict[str, Path] = {}
+
+    def fail(error: OSError) -> None:
+        raise error  # which `os.walk` would skip: a folder without permission would be left out
+
+    if (folder / STAGE).exists():
+        raise UserError(
+            f"{folder}: a download into it is unfinished", "run the download again", Code.INCOMPLETE
+        )
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        for name in folders:
+            if (link := Path(parent, name)).is_symlink():
+                raise UserError(
+                    f"{link}: a link to a folder",
+                    "replace the link with the folder itself",
+                    Code.WRONG_KIND,
+                )
+        for name in names:
+            path = Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            if relative in RESERVED_NAMES:
+                continue
+            if not path.is_file():
+                raise UserError(
+                    f"{path}: not a file", "remove it, or fix the link", Code.WRONG_KIND
+                )
+            try:
+                relative.encode()
+            except UnicodeEncodeError:
+                raise UserError(
+                    f"{path!r}: its name is not UTF-8", "rename it", Code.BAD_PATH
+                ) from None
+            files[require_relative(relative, str(folder))] = path
+    if not files:
+        raise UserError(f"{folder}: contains no files", "give a folder with files", Code.INCOMPLETE)
+    return dict(sorted(files.items()))
