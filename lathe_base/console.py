@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -72,23 +71,24 @@ def show(**values: Any) -> None:
     """
     if os.environ.get("RANK", "0") != "0":
         return
+    lines: dict[str, str] = {}
+    for name, value in values.items():
+        if value is not None:
+            form = ",d" if isinstance(value, int) else ".4g" if isinstance(value, float) else ""
+            lines[name.replace("_", " ")] = format(value, form) if form else str(value)
     try:
-        _show(values)
+        if sys.stdout.isatty():
+            table = Table(show_header=False)
+            for name, text in lines.items():
+                table.add_row(name, Text(text))
+            Console().print(table)
+        else:
+            for name, text in lines.items():
+                print(f"{name}: {text}")
         sys.stdout.flush()
     except BrokenPipeError:
+        # Or Python would fail again at its exit, when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _show(values: Mapping[str, Any]) -> None:
-    lines = {name.replace("_", " "): _figure(v) for name, v in values.items() if v is not None}
-    if not sys.stdout.isatty():
-        for name, value in lines.items():
-            print(f"{name}: {value}")
-        return
-    table = Table(show_header=False)
-    for name, value in lines.items():
-        table.add_row(name, Text(value))
-    Console().print(table)
 
 
 def with_error(value: float | None, stderr: float | None) -> str | None:
@@ -96,9 +96,3 @@ def with_error(value: float | None, stderr: float | None) -> str | None:
     if value is None:
         return None
     return f"{value:.4g}" if stderr is None else f"{value:.4g} ± {stderr:.2g}"
-
-
-def _figure(value: Any) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -248,12 +248,15 @@ def explain_os_error(error: OSError, path: str | Path | None = None) -> UserErro
         UserError if the path is the cause, StageError if the machine is: a full or failing disk,
         a limit. Both name the file and give a matching hint.
     """
-    if error.errno == errno.ENOENT and error.filename is None and not _here():
-        return UserError(
-            "the working directory has been deleted",
-            "change to another one with cd",
-            Code.NOT_FOUND,
-        )
+    if error.errno == errno.ENOENT and error.filename is None:
+        try:
+            os.getcwd()
+        except OSError:
+            return UserError(
+                "the working directory has been deleted",
+                "change to another one with cd",
+                Code.NOT_FOUND,
+            )
     named = error.filename if isinstance(error.filename, str | bytes | Path) else path
     where = f"{printable(named)}: " if named is not None else ""
     what = f"{where}{error.strerror or error or type(error).__name__}"
@@ -316,13 +319,6 @@ def code_in(output: str) -> Code:
     """The code of the last message in the output of another process; `failed` if it has none."""
     named = [match[1] or Code.PREEMPTED for match in MESSAGE.finditer(output)]
     return parse_code(named[-1], Code.FAILED) if named else Code.FAILED
-
-
-def _here() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:
-        return None
 
 
 @contextmanager

@@ -76,21 +76,23 @@ def read_text(path: Path, hint: str = "give a text file", characters: int | None
         StageError: the disk fails.
     """
     with open_file(path, hint) as file:
-        data = file.read(4 * characters) if characters else _read_all(file, path)
+        if characters:
+            data = file.read(4 * characters)  # a character has at most four bytes
+        else:
+            # The limit is checked while reading: files in /proc, for one, have no size.
+            parts, size = [], 0
+            while part := file.read(1 << 24):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_TEXT_BYTES:
+                    raise UserError(
+                        f"{path}: more than 1 GiB", "give a smaller file", Code.TOO_LARGE
+                    )
+            data = b"".join(parts)
     if characters:  # the last character may be incomplete
         data = data[: len(data) - _cut_bytes(data)]
     text = decode(data, str(path)).removeprefix("\ufeff")
     return text.replace("\r\n", "\n").replace("\r", "\n")[:characters]
-
-
-def _read_all(file: BinaryIO, path: Path) -> bytes:
-    parts, size = [], 0
-    while part := file.read(1 << 24):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_TEXT_BYTES:
-            raise UserError(f"{path}: more than 1 GiB", "give a smaller file", Code.TOO_LARGE)
-    return b"".join(parts)
 
 
 def _cut_bytes(data: bytes) -> int:

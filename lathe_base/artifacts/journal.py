@@ -41,7 +41,8 @@ class Journal:
             return
         with open_file(path, HINT) as file:
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]  # the last line may be incomplete after a kill
+        # Results are appended and synced one by one, so that only the last line can be incomplete.
+        whole = text[: text.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [b""]
         what = f"{path}: not a journal of unfinished work"
         header = parse_json(first, what, HINT)
@@ -56,11 +57,20 @@ class Journal:
                 Code.STATE_MISMATCH,
             )
         for number, line in enumerate(lines, 2):
-            name, finding = _finding(line, f"{path}:{number}")
+            where = f"{path}:{number}"
+            entry = parse_json(line, where, HINT)
+            try:
+                name, finding = entry["name"], entry["finding"]
+            except (TypeError, KeyError, IndexError):
+                raise UserError(f"{where}: no result with a name", HINT, Code.MALFORMED) from None
+            if not isinstance(name, str) or not _is_numbers(finding):
+                raise UserError(
+                    f"{where}: not a result with a name and finite numbers", HINT, Code.MALFORMED
+                )
             if name in self.found:
-                raise UserError(f"{path}:{number}: duplicate result {name!r}", HINT, Code.MALFORMED)
+                raise UserError(f"{where}: duplicate result {name!r}", HINT, Code.MALFORMED)
             self.found[name] = finding
-        if len(whole) < len(text):
+        if len(whole) < len(text):  # what is appended next has to begin a line
             os.truncate(path, len(whole))
         log.info("%s: resuming with %d results", path, len(lines))
 
@@ -90,19 +100,6 @@ class Journal:
     def close(self) -> None:
         """Delete the file: the work is finished."""
         self.path.unlink(missing_ok=True)
-
-
-def _finding(line: bytes, where: str) -> tuple[str, object]:
-    entry = parse_json(line, where, HINT)
-    try:
-        name, finding = entry["name"], entry["finding"]
-    except (TypeError, KeyError, IndexError):
-        raise UserError(f"{where}: no result with a name", HINT, Code.MALFORMED) from None
-    if not isinstance(name, str) or not _is_numbers(finding):
-        raise UserError(
-            f"{where}: not a result with a name and finite numbers", HINT, Code.MALFORMED
-        )
-    return name, finding
 
 
 def _is_numbers(value: object) -> bool:

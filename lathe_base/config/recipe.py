@@ -3,6 +3,10 @@
 A recipe is given as a path, as the name of a built-in recipe in `lathe_base/recipes/`, or, if the
 string has a line break, as the recipe's text, which runs on a cluster carry with them. A text may
 be an excerpt of a recipe, see `excerpt`.
+
+A recipe becomes settings in this order: the layers (its bases, the file, every override) are parsed
+and PaddleFleetX's keys rewritten, one layer at a time; the layers are merged; references are
+replaced by values; pydantic checks the result.
 """
 
 import difflib
@@ -27,17 +31,19 @@ log = logging.getLogger("lathe")
 
 SHIPPED = Path(os.path.realpath(str(files("lathe_base") / "recipes")))
 FORM = "write -o Group.key=value, for example -o Engine.max_steps=100"
+
+EXCERPT = "_excerpt_"
+"""The key of a recipe's text that lists the groups, or `Group.key`, that it contains."""
+
 MAX_CHARACTERS = 4096  # of a text with a reference, and of what it becomes
 MAX_STEPS = 16  # from a reference to a value
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 # Backslashes, and a whole reference: dots that count groups upwards, and a key. Without the key it
 # is none, unless an odd number of backslashes makes it text.
 _REFERENCE = re.compile(r"(\\*)\$\{(?: *(\.*)([\w-]+(?:\.[\w-]+|\[[\w-]+\])*) *\})?")
 _RESOLVER = re.compile(r"\$\{ *([\w.]*) *:")
-EXCERPT = "_excerpt_"
-"""The key of a recipe's text that lists the groups, or `Group.key`, that it contains."""
 
 
 @dataclass
@@ -68,6 +74,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             For a file that is not a recipe, messages quote at most its keys.
     """
     layer, shown = _read(name)
+    # Overrides may set keys that an excerpt has not; the excerpt is cut out of the result again.
     keys = layer.values.pop(EXCERPT, None)
     for override in overrides:
         layer = _read_override(override).over(layer)
@@ -183,7 +190,25 @@ def _read_file(path: Path, root: Path, chain: tuple[Path, ...]) -> _Layer:
     base = layer.values.pop("_base_", None)
     if base is None:
         return layer.over(_Layer({}, {}, []))
-    return layer.over(_read_file(_find_base(base, path, root), root, (*chain, path)))
+    # The base: a path relative to this file, or the name of a built-in recipe.
+    file, hint = _shown(path), "give a path relative to the file that names it"
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{file}: _base_ is not a file name", hint, Code.INVALID_VALUE)
+    base_path = _real(str(path.parent / base))
+    # Symbolic links are resolved, so that none leads out of the folder.
+    if base_path.parent != SHIPPED and not base_path.is_relative_to(root):
+        raise UserError(
+            f"{file}: _base_ {printable(base)} is not below {root}",
+            "copy it beside the recipe, or name a built-in recipe",
+            Code.UNSAFE,
+        )
+    if not base_path.is_file():
+        if base not in shipped_recipes():
+            wrong = "is not a regular file" if base_path.exists() else "does not exist"
+            what = f"{file}: _base_ is {_shown(base_path)}, which {wrong}"
+            raise UserError(what, hint, Code.NOT_FOUND)
+        base_path = SHIPPED / f"{base}.yaml"
+    return layer.over(_read_file(base_path, root, (*chain, path)))
 
 
 def _read_text(content: bytes, file: str) -> _Layer:
@@ -202,25 +227,6 @@ def _read_text(content: bytes, file: str) -> _Layer:
         )
     origins = {key: f"{file}:{line}" for key, line in lines.items()}
     return _layer(values, origins, file)
-
-
-def _find_base(base: Any, path: Path, root: Path) -> Path:
-    file, hint = _shown(path), "give a path relative to the file that names it"
-    if not isinstance(base, str) or not base:
-        raise UserError(f"{file}: _base_ is not a file name", hint, Code.INVALID_VALUE)
-    base_path = _real(str(path.parent / base))
-    if base_path.parent != SHIPPED and not base_path.is_relative_to(root):
-        raise UserError(
-            f"{file}: _base_ {printable(base)} is not below {root}",
-            "copy it beside the recipe, or name a built-in recipe",
-            Code.UNSAFE,
-        )
-    if base_path.is_file():
-        return base_path
-    if base in shipped_recipes():
-        return SHIPPED / f"{base}.yaml"
-    wrong = "is not a regular file" if base_path.exists() else "does not exist"
-    raise UserError(f"{file}: _base_ is {_shown(base_path)}, which {wrong}", hint, Code.NOT_FOUND)
 
 
 def _read_override(override: str) -> _Layer:
@@ -259,6 +265,156 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         elif key != "_inherited_" or not isinstance(value, bool):
             out[key] = value
     return out
+
+
+def check_references(values: Mapping[str, Any], origins: Mapping[str, str], source: str) -> None:
+    """Reject `${...}` that is not a plain reference, without looking anything up.
+
+    The syntax is OmegaConf's: `${.key}` counts from the group that the text is in, `${Group[key]}`
+    is `${Group.key}`, and `\\${` stands for the characters themselves. Its resolvers are refused:
+    what `${oc.env:NAME}` finds may be a secret, and a recipe is printed and written into artifacts.
+
+    Args:
+        origins: dotted key -> where it was set; `source` for keys that are missing there.
+
+    Raises:
+        UserError: a resolver, at any depth, or a malformed reference.
+    """
+    for path, text in _texts(values):
+        where = f"{place(path, origins, source)}: {'.'.join(path)}"
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(
+                f"{where}: a text of more than {MAX_CHARACTERS} characters with ${{...}}",
+                "write the value itself",
+                Code.TOO_LARGE,
+            )
+        for match in _REFERENCE.finditer(text):
+            if match[3] is not None or len(match[1]) % 2:
+                continue
+            if resolver := _RESOLVER.search(text[match.start() :]):
+                raise UserError(
+                    f"{where}: resolvers such as ${{{printable(resolver[1])}:...}} are not "
+                    "supported",
+                    "write the value itself; ${Group.key} refers to another key of the recipe",
+                    Code.UNSUPPORTED,
+                )
+            raise UserError(
+                f"{where}: malformed ${{...}}",
+                "write ${Group.key} for the value of another key, or \\${ for a literal ${",
+                Code.MALFORMED,
+            )
+
+
+def resolve_references(
+    values: dict[str, Any], origins: Mapping[str, str], source: str
+) -> dict[str, Any]:
+    """Replace every reference by its value, after `check_references`.
+
+    Raises:
+        UserError: an unknown key, a circular reference, or too many references.
+    """
+    out: dict[str, Any] = _References(values, origins, source).resolved(values, (), ())
+    return out
+
+
+class _References:
+    """Resolves the references of one recipe, within limits on the size of the result.
+
+    In its methods `path` is the location of a value, and `chain` the locations of the references
+    that led to it.
+    """
+
+    def __init__(self, values: dict[str, Any], origins: Mapping[str, str], source: str) -> None:
+        self.values, self.origins, self.source = values, origins, source
+        self.spent = 0  # values made
+
+    def resolved(self, value: Any, path: KeyPath, chain: tuple[KeyPath, ...]) -> Any:
+        self.spent += 1
+        if self.spent > MAX_VALUES:
+            raise self._mistake(
+                chain, f"its references expand to more than {MAX_VALUES} values", Code.TOO_LARGE
+            )
+        if isinstance(value, dict):
+            return {key: self.resolved(inner, (*path, key), chain) for key, inner in value.items()}
+        if isinstance(value, list):
+            items = enumerate(value)
+            return [self.resolved(inner, (*path, str(index)), chain) for index, inner in items]
+        return self._text(value, path, chain) if _has_reference(value) else value
+
+    def _text(self, value: str, path: KeyPath, chain: tuple[KeyPath, ...]) -> Any:
+        """Resolve the references in a text; a text that is a single reference becomes that value
+        itself."""
+        chain = (*chain, path)
+        if path in chain[:-1]:
+            raise self._mistake(
+                chain, f"circular reference: {' -> '.join(map('.'.join, chain))}", Code.CIRCULAR
+            )
+        if len(chain) > MAX_STEPS:
+            raise self._mistake(
+                chain, f"its references take more than {MAX_STEPS} steps", Code.TOO_LARGE
+            )
+
+        def look_up(match: re.Match[str]) -> Any:
+            dots, key = len(match[2]), tuple(re.findall(r"[\w-]+", match[3]))
+            target = (*path[: max(0, len(path) - dots)], *key) if dots else key
+            node: Any = self.values
+            for step, part in enumerate(target):
+                if _has_reference(node):  # a group on the way may itself be a reference
+                    node = self.resolved(node, target[:step], chain)
+                try:
+                    node = node[int(part)] if isinstance(node, list) else node[part]
+                except (KeyError, IndexError, ValueError, TypeError):
+                    raise self._mistake(
+                        chain,
+                        f"unknown key {printable('.'.join(target))} in ${{...}}",
+                        Code.UNKNOWN_KEY,
+                    ) from None
+            return self.resolved(node, target, chain)
+
+        def substitute(match: re.Match[str]) -> str:
+            backslashes, is_escaped = divmod(len(match[1]), 2)
+            reference = match[0][len(match[1]) :]
+            return "\\" * backslashes + (reference if is_escaped else str(look_up(match)))
+
+        whole = _REFERENCE.fullmatch(value)
+        if whole and not whole[1]:
+            return look_up(whole)
+        # Checked after every text, because references to texts of references double their length.
+        text = _REFERENCE.sub(substitute, value)
+        if len(text) > MAX_CHARACTERS:
+            raise self._mistake(
+                chain,
+                f"its references expand to more than {MAX_CHARACTERS} characters",
+                Code.TOO_LARGE,
+            )
+        return text
+
+    def _mistake(self, chain: tuple[KeyPath, ...], what: str, code: Code) -> UserError:
+        first = chain[0] if chain else ()
+        return UserError(
+            f"{place(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
+            "fix the ${...}: it must name another key of the recipe",
+            code,
+        )
+
+
+def place(path: KeyPath, origins: Mapping[str, str], source: str) -> str:
+    """Where a key, or the nearest enclosing group, was set."""
+    prefixes = (".".join(path[:n]) for n in range(len(path), 0, -1))
+    return next((origins[prefix] for prefix in prefixes if prefix in origins), source)
+
+
+def _texts(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        if isinstance(inner, dict | list):
+            yield from _texts(inner, (*path, str(key)))
+        elif _has_reference(inner):
+            yield (*path, str(key)), inner
+
+
+def _has_reference(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
 
 
 def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) -> UserError:
@@ -320,155 +476,11 @@ def _shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def check_references(values: Mapping[str, Any], origins: Mapping[str, str], source: str) -> None:
-    """Reject `${...}` that is not a plain reference, without looking anything up.
-
-    Args:
-        origins: dotted key -> where it was set; `source` for keys that are missing there.
-
-    Raises:
-        UserError: a resolver, at any depth, or a malformed reference.
-    """
-    for path, text in _texts(values):
-        where = f"{place(path, origins, source)}: {'.'.join(path)}"
-        if len(text) > MAX_CHARACTERS:
-            raise UserError(
-                f"{where}: a text of more than {MAX_CHARACTERS} characters with ${{...}}",
-                "write the value itself",
-                Code.TOO_LARGE,
-            )
-        for match in _REFERENCE.finditer(text):
-            if match[3] is None and len(match[1]) % 2 == 0:
-                raise _unreadable(text[match.start() :], where)
-
-
-def _unreadable(text: str, where: str) -> UserError:
-    if resolver := _RESOLVER.search(text):
-        return UserError(
-            f"{where}: resolvers such as ${{{printable(resolver[1])}:...}} are not supported",
-            "write the value itself; ${Group.key} refers to another key of the recipe",
-            Code.UNSUPPORTED,
-        )
-    return UserError(
-        f"{where}: malformed ${{...}}",
-        "write ${Group.key} for the value of another key, or \\${ for a literal ${",
-        Code.MALFORMED,
-    )
-
-
-def resolve_references(
-    values: dict[str, Any], origins: Mapping[str, str], source: str
-) -> dict[str, Any]:
-    """Replace every reference by its value, after `check_references`.
-
-    Raises:
-        UserError: an unknown key, a circular reference, or too many references.
-    """
-    out: dict[str, Any] = _References(values, origins, source).resolved(values, (), ())
-    return out
-
-
-class _References:
-    """Resolves the references of one recipe, within limits on the size of the result.
-
-    In its methods `path` is the location of a value, and `chain` the locations of the references
-    that led to it.
-    """
-
-    def __init__(self, values: dict[str, Any], origins: Mapping[str, str], source: str) -> None:
-        self.values, self.origins, self.source = values, origins, source
-        self.spent = 0  # values made
-
-    def resolved(self, value: Any, path: Path, chain: tuple[Path, ...]) -> Any:
-        self.spent += 1
-        if self.spent > MAX_VALUES:
-            raise self._mistake(
-                chain, f"its references expand to more than {MAX_VALUES} values", Code.TOO_LARGE
-            )
-        if isinstance(value, dict):
-            return {key: self.resolved(inner, (*path, key), chain) for key, inner in value.items()}
-        if isinstance(value, list):
-            items = enumerate(value)
-            return [self.resolved(inner, (*path, str(index)), chain) for index, inner in items]
-        return self._text(value, path, chain) if _has_reference(value) else value
-
-    def _text(self, value: str, path: Path, chain: tuple[Path, ...]) -> Any:
-        """Resolve the references in a text; a text that is a single reference becomes that value
-        itself."""
-        chain = (*chain, path)
-        if path in chain[:-1]:
-            raise self._mistake(
-                chain, f"circular reference: {' -> '.join(map('.'.join, chain))}", Code.CIRCULAR
-            )
-        if len(chain) > MAX_STEPS:
-            raise self._mistake(
-                chain, f"its references take more than {MAX_STEPS} steps", Code.TOO_LARGE
-            )
-
-        def look_up(match: re.Match[str]) -> Any:
-            dots, key = len(match[2]), tuple(re.findall(r"[\w-]+", match[3]))
-            return self._value_at((*path[: max(0, len(path) - dots)], *key) if dots else key, chain)
-
-        def substitute(match: re.Match[str]) -> str:
-            backslashes, is_escaped = divmod(len(match[1]), 2)
-            reference = match[0][len(match[1]) :]
-            return "\\" * backslashes + (reference if is_escaped else str(look_up(match)))
-
-        whole = _REFERENCE.fullmatch(value)
-        if whole and not whole[1]:
-            return look_up(whole)
-        text = _REFERENCE.sub(substitute, value)
-        if len(text) > MAX_CHARACTERS:
-            raise self._mistake(
-                chain,
-                f"its references expand to more than {MAX_CHARACTERS} characters",
-                Code.TOO_LARGE,
-            )
-        return text
-
-    def _value_at(self, path: Path, chain: tuple[Path, ...]) -> Any:
-        node: Any = self.values
-        for step, part in enumerate(path):
-            if _has_reference(node):
-                node = self.resolved(node, path[:step], chain)
-            try:
-                node = node[int(part)] if isinstance(node, list) else node[part]
-            except (KeyError, IndexError, ValueError, TypeError):
-                raise self._mistake(
-                    chain, f"unknown key {printable('.'.join(path))} in ${{...}}", Code.UNKNOWN_KEY
-                ) from None
-        return self.resolved(node, path, chain)
-
-    def _mistake(self, chain: tuple[Path, ...], what: str, code: Code) -> UserError:
-        first = chain[0] if chain else ()
-        return UserError(
-            f"{place(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
-            "fix the ${...}: it must name another key of the recipe",
-            code,
-        )
-
-
-def place(path: Path, origins: Mapping[str, str], source: str) -> str:
-    """Where a key, or the nearest enclosing group, was set."""
-    prefixes = (".".join(path[:n]) for n in range(len(path), 0, -1))
-    return next((origins[prefix] for prefix in prefixes if prefix in origins), source)
-
-
-def _texts(value: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in items:
-        if isinstance(inner, dict | list):
-            yield from _texts(inner, (*path, str(key)))
-        elif _has_reference(inner):
-            yield (*path, str(key)), inner
-
-
-def _has_reference(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
-
-
 def excerpt(recipe: Recipe, keys: Iterable[str]) -> Recipe:
-    """A copy of a recipe with these settings only.
+    """A copy of a recipe with the settings that one step reads, and no others.
+
+    Reading any other setting raises `UndeclaredSetting`, in this process and in all that get the
+    excerpt as a text. So a result cannot depend on a setting that its cache key does not have.
 
     Args:
         keys: groups, or `Group.key` for single keys of a group.
@@ -494,17 +506,14 @@ def recipe_as_text(recipe: Recipe) -> str:
     groups = recipe.model_dump(mode="json", exclude_unset=True).items()
     # A group of which other keys were set is empty here.
     values = _sorted({name: group for name, group in groups if group})
-    keys = sorted(_contained(recipe))
-    is_whole = set(keys) == Recipe.model_fields.keys()
-    return str(write(values if is_whole else {EXCERPT: keys} | values))
-
-
-def _contained(recipe: Recipe) -> Iterator[str]:
-    """The groups of a recipe, and the single keys of groups that it has in part."""
+    keys = []  # groups, and the single keys of groups that the recipe has in part
     for name in recipe.__dict__:
         group = getattr(recipe, name)
         is_whole = group.__dict__.keys() == type(group).model_fields.keys()
-        yield from [name] if is_whole else (f"{name}.{key}" for key in group.__dict__)
+        keys += [name] if is_whole else [f"{name}.{key}" for key in group.__dict__]
+    keys.sort()
+    is_whole = set(keys) == Recipe.model_fields.keys()
+    return str(write(values if is_whole else {EXCERPT: keys} | values))
 
 
 def _only(settings: Any, names: Iterable[str]) -> Any:

@@ -17,7 +17,7 @@ from lathe_base.storage.ownership import SIGNATURE
 if TYPE_CHECKING:
     from model_signing import hashing, signing, verifying
 
-SHOWN = 3
+MAX_SHOWN = 3  # names in a message
 MISMATCH = "Signature mismatch"
 """Beginning of the library's message about files that differ from a valid signature's list."""
 
@@ -148,36 +148,29 @@ def verify(folder: Path, trust: Trust) -> int:
             return len(_resources(path))
         except Exception as error:  # the library raises whatever its parsers and OpenSSL raise
             failures.append(error)
+    # One verifier may have accepted the signature and found other files, which says more than that
+    # the others did not accept it.
     failures.sort(key=lambda error: not str(error).startswith(MISMATCH))
-    why, code = _reason(folder, path, failures[0])
+    if str(failures[0]).startswith(MISMATCH):
+        wrong = list(_differences(folder, path))
+        more = f" and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
+        why, code = (
+            f"changed since it was signed: {', '.join(wrong[:MAX_SHOWN])}{more}",
+            Code.CORRUPT,
+        )
+    else:
+        try:
+            _resources(path)
+            reason = _first_line(failures[0])
+            why = f"{SIGNATURE} is not by a trusted signer, or is corrupt ({reason})"
+            code = Code.UNTRUSTED
+        except (ValueError, KeyError, TypeError):
+            why, code = f"{SIGNATURE} is corrupt", Code.MALFORMED
     raise UserError(f"{folder}: {why}", HINT, code)
 
 
-def _hashing(ignored: Collection[str]) -> "hashing.Config":
-    from model_signing import hashing
-
-    return hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
-
-
-def _reason(folder: Path, signature: Path, error: Exception) -> tuple[str, Code]:
-    """Why verification failed: the changed files, if the signature itself is valid."""
-    if str(error).startswith(MISMATCH):
-        wrong = list(_differences(folder, signature))
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        return f"changed since it was signed: {', '.join(wrong[:SHOWN])}{more}", Code.CORRUPT
-    try:
-        _resources(signature)
-    except (ValueError, KeyError, TypeError):
-        return f"{SIGNATURE} is corrupt", Code.MALFORMED
-    what = f"{SIGNATURE} is not by a trusted signer, or is corrupt ({_first_line(error)})"
-    return what, Code.UNTRUSTED
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _differences(folder: Path, signature: Path) -> Iterator[str]:
+    """Yield what is wrong with each file that is not as it was when it was signed."""
     signed = {resource["name"]: resource["digest"] for resource in _resources(signature)}
     serialization = _payload(signature)["predicate"]["serialization"]
     ignored = {SIGNATURE, *serialization.get("ignore_paths", [])}
@@ -189,6 +182,16 @@ def _differences(folder: Path, signature: Path) -> Iterator[str]:
             yield f"{name} was added"
         elif sha256(paths[name]) != signed[name]:
             yield f"{name} was changed"
+
+
+def _hashing(ignored: Collection[str]) -> "hashing.Config":
+    from model_signing import hashing
+
+    return hashing.Config().set_ignored_paths(paths=ignored, ignore_git_paths=False)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def signed_files(folder: Path) -> set[str]:

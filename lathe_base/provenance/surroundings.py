@@ -68,14 +68,20 @@ def _named(variable: str, kind: str) -> list[Resource]:
 
 def machine() -> dict[str, Any]:
     """The machine and torch's number of threads, which affect the last bits of a sum."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = (x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+        cpu = next(names, "")
+    except OSError:
+        cpu = platform.processor()
     values: dict[str, Any] = {
         "machine": platform.machine(),
-        "cpu": _cpu(),
+        "cpu": cpu,
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
     }
-    if torch := sys.modules.get("torch"):
+    if torch := sys.modules.get("torch"):  # not imported for its own sake: some steps need none
         values["threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
             values["gpu"] = torch.cuda.get_device_name()
@@ -133,11 +139,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")

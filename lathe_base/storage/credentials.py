@@ -88,7 +88,24 @@ def _source() -> str:
         source = next((name for name in (IDENTITY, *CONTAINER) if os.environ.get(name)), source)
     if source:
         return source
-    return PROFILE if _has_profile() else next(filter(os.environ.get, CONTAINER), "")
+    parser = configparser.ConfigParser()
+    try:
+        parser.read(_file(), encoding="utf-8")
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise UserError(
+            f"{_file()}: not a credentials file: {str(error).splitlines()[0]}",
+            f"fix it, or set {FILE} to another file",
+            Code.MALFORMED,
+        ) from None
+    if parser.get(_profile(), "aws_access_key_id", fallback=None):
+        return PROFILE
+    if os.environ.get(PROFILE):  # a profile that is asked for must not give way to another identity
+        raise UserError(
+            f"{PROFILE}={_profile()}: {_file()} has no keys for that profile",
+            f"add aws_access_key_id and aws_secret_access_key to it, or unset {PROFILE}",
+            Code.UNAUTHORIZED,
+        )
+    return next(filter(os.environ.get, CONTAINER), "")
 
 
 class MountedSecret(Provider):
@@ -182,24 +199,3 @@ def _profile() -> str:
 
 def _file() -> Path:
     return Path(os.environ.get(FILE) or "~/.aws/credentials").expanduser()
-
-
-def _has_profile() -> bool:
-    parser = configparser.ConfigParser()
-    try:
-        parser.read(_file(), encoding="utf-8")
-    except (OSError, UnicodeDecodeError, configparser.Error) as error:
-        raise UserError(
-            f"{_file()}: not a credentials file: {str(error).splitlines()[0]}",
-            f"fix it, or set {FILE} to another file",
-            Code.MALFORMED,
-        ) from None
-    if parser.get(_profile(), "aws_access_key_id", fallback=None):
-        return True
-    if os.environ.get(PROFILE):
-        raise UserError(
-            f"{PROFILE}={_profile()}: {_file()} has no keys for that profile",
-            f"add aws_access_key_id and aws_secret_access_key to it, or unset {PROFILE}",
-            Code.UNAUTHORIZED,
-        )
-    return False

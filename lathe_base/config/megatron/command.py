@@ -382,7 +382,18 @@ def read_command(sources: Sequence[str]) -> Command:
     for source in sources:
         path = Path(source)
         if not _is_file(path):
-            _add_text(command, source)
+            # NAME=VALUE for the script that follows, or flags as text.
+            assignment = ASSIGNMENT.fullmatch(source.strip())
+            if assignment and not assignment[3].startswith("-") and " --" not in source:
+                for word in source.split():
+                    name, _, value = word.partition("=")
+                    command.variables.pinned[name] = value
+            elif "--" not in source:
+                raise UserError(
+                    f"{printable(source, 100)}: no flags and no such file", HINT, Code.NOT_FOUND
+                )
+            else:
+                _add(command, read_flags(source, command.source, command.variables))
             continue
         text = read_text(path, HINT, MAX_BYTES // 4)
         if text.lstrip().startswith("{"):
@@ -409,18 +420,6 @@ def read_command(sources: Sequence[str]) -> Command:
             )
     command.check()
     return command
-
-
-def _add_text(command: Command, text: str) -> None:
-    assignment = ASSIGNMENT.fullmatch(text.strip())
-    if assignment and not assignment[3].startswith("-") and " --" not in text:
-        for word in text.split():
-            name, _, value = word.partition("=")
-            command.variables.pinned[name] = value
-        return
-    if "--" not in text:
-        raise UserError(f"{printable(text, 100)}: no flags and no such file", HINT, Code.NOT_FOUND)
-    _add(command, read_flags(text, command.source, command.variables))
 
 
 def _add(command: Command, words: Sequence[str]) -> None:
