@@ -41,7 +41,8 @@ def render_markdown(template: str, **values: Any) -> str:
 
 def seal(text: str) -> str:
     """The text, which ends with a line break, followed by its seal, a comment in HTML and SVG."""
-    return f"{text}<!-- Written by Lathe. SHA-256 of the text above: {_digest(text)} -->\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text}<!-- Written by Lathe. SHA-256 of the text above: {digest} -->\n"
 
 
 def is_sealed(path: Path) -> bool:
@@ -49,8 +50,4 @@ def is_sealed(path: Path) -> bool:
     with path.open("rb") as file:
         content = file.read(MAX_PAGE_BYTES).decode("utf-8", errors="replace")
     match = _SEAL.fullmatch(content)
-    return match is not None and _digest(match[1]) == match[2]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return match is not None and content == seal(match[1])

@@ -36,6 +36,7 @@ STEP: Literal["urn:lathe:step:v1"] = "urn:lathe:step:v1"
 
 ENVIRONMENT = ("source code", "libraries", "lock file", "image", "pipeline")
 """Kinds of dependencies that are not inputs."""
+
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 AGAIN = "copy the folder again, or run the step that wrote it again"
 EMBEDDED = "attestations"
@@ -222,6 +223,7 @@ class Attestation:
         from in_toto_attestation.v1 import statement as in_toto
         from in_toto_attestation.v1 import statement_pb2
 
+        # Checked twice: by in-toto's own rules for any statement, then by the types above.
         payload = self.envelope.payload
         try:
             message = json_format.Parse(payload, statement_pb2.Statement())
@@ -243,6 +245,7 @@ class Attestation:
     @cached_property
     def identity(self) -> str:
         """Digest of the statement."""
+        # Of the payload, not of the line: an attestation keeps its identity when it is signed.
         return digest(self.envelope.payload.decode("utf-8", "surrogateescape"))
 
     def is_signed_by(self, keys: "Sequence[SSlibKey]") -> bool:
@@ -275,21 +278,22 @@ def _line(envelope: "Envelope") -> str:
     return json.dumps(values, separators=(",", ":"))
 
 
-def read(place: Path) -> list[Attestation]:
+def read(output: Path) -> list[Attestation]:
     """The attestations of a folder, or in a JSON file; empty without any.
 
     Raises:
         UserError: a file that is not text, or is not JSON.
     """
-    if place.is_file():
-        embedded = _values(place).get(EMBEDDED, [])
+    if output.is_file():
+        embedded = _values(output).get(EMBEDDED, [])
         if not isinstance(embedded, list):
-            raise UserError(f"{place}: {EMBEDDED} is not a list", AGAIN, Code.MALFORMED)
-        return _all([json.dumps(line) for line in embedded], f"{place}: {EMBEDDED}")
-    path = place / ATTESTATIONS
-    if not path.is_file():
-        return []
-    return _all(read_text(path, AGAIN).splitlines(), str(path))
+            raise UserError(f"{output}: {EMBEDDED} is not a list", AGAIN, Code.MALFORMED)
+        lines, where = [json.dumps(line) for line in embedded], f"{output}: {EMBEDDED}"
+    else:
+        path = output / ATTESTATIONS
+        lines = read_text(path, AGAIN).splitlines() if path.is_file() else []
+        where = str(path)
+    return [Attestation(line, f"{where}, line {n}") for n, line in enumerate(lines, 1) if line]
 
 
 def write(folder: Path, attestations: Iterable[Attestation]) -> None:
@@ -323,6 +327,7 @@ def content(path: Path) -> bytes:
     """
     values = _values(path)
     values.pop(EMBEDDED, None)
+    # In one form, because the file may have been indented in another way since.
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -333,14 +338,10 @@ def _values(path: Path) -> dict[str, Any]:
     return values
 
 
-def merged(own: Attestation, inputs: Iterable[Path]) -> list[Attestation]:
+def merged(attestation: Attestation, inputs: Iterable[Path]) -> list[Attestation]:
     """The attestation of a step and those of its inputs, without duplicates."""
-    by_identity = {own.identity: own}
+    by_identity = {attestation.identity: attestation}
     for path in inputs:
-        for attestation in read(path):
-            by_identity.setdefault(attestation.identity, attestation)
+        for earlier in read(path):
+            by_identity.setdefault(earlier.identity, earlier)
     return list(by_identity.values())
-
-
-def _all(lines: list[str], where: str) -> list[Attestation]:
-    return [Attestation(line, f"{where}, line {n}") for n, line in enumerate(lines, 1) if line]

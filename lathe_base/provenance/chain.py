@@ -81,19 +81,19 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
         if not is_vouched_for and not attestation.is_signed_by(verifiers):
             how = "not with a trusted key" if attestation.is_signed else "not signed"
             raise UserError(f"{attestation.where}: {how}", HINT, Code.UNTRUSTED)
-    own = attestations[0]
-    for name, expected in own.statement.products.items():
+    last = attestations[0]  # of the folder's own step
+    for name, expected in last.statement.products.items():
         path = folder if folder.is_file() else folder / name
         if not path.is_file():
             raise UserError(f"{folder}: {name} is missing", HINT, Code.INCOMPLETE)
         actual = digest(bundle.content(path).decode()) if folder.is_file() else sha256(path)
         if actual != expected:
             raise UserError(
-                f"{folder}: {name} differs from what `{own.statement.step}` attested",
+                f"{folder}: {name} differs from what `{last.statement.step}` attested",
                 HINT,
                 Code.CORRUPT,
             )
-    return _Chain(attestations).step(own, ())
+    return _Chain(attestations).step(last, ())
 
 
 def recorded_chain(folder: Path, allows_gaps: bool = False) -> Step | None:
@@ -127,6 +127,8 @@ class _Chain:
         self.steps: dict[str, Step] = {}
 
     def step(self, attestation: Attestation, behind: tuple[str, ...]) -> Step:
+        # Every step once, however many later ones have read its output: histories with a diamond at
+        # every level would otherwise take exponential time.
         identity = attestation.identity
         if identity in behind:
             raise UserError(f"{attestation.where}: attests its own input", HINT, Code.UNTRUSTED)
@@ -233,6 +235,8 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
 
 def _gate(chain: Step) -> str | None:
     """The reason why the gate was not passed, or None."""
+    # A verdict counts only if its candidate is the served model: the export itself, or the checkpoint
+    # behind it.
     verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
     if not verdicts:
         return "its attestations do not include a verdict of `lathe gate`"
@@ -254,6 +258,7 @@ def served_export(chain: Step) -> Step | None:
         step = exported[1] if exported else None
     if step is None or step is chain:
         return step
+    # An attested export in the chain proves nothing if the release has another graph.
     graphs = {sha256 for name, sha256 in chain.statement.products.items() if is_served(name)}
     return step if graphs == {step.statement.products.get(GRAPH)} else None
 

@@ -112,15 +112,16 @@ def attested(
                 }
                 return [m for name, value in values.items() for m in materials(name, value)]
 
+            # Before the stage, because it may take days in which the inputs change.
             try:
-                found = look()
+                inputs_before = look()
             except (OSError, UserError):  # the stage says what is wrong with its input
-                found = None
+                inputs_before = None
             result = stage(*args, **kwargs)
             if output is not None:
                 path = Path(output) / below if below else Path(output)
                 metrics = results(path) if results else {}
-                attest(step, recipe, path, found or look(), metrics, started)
+                attest(step, recipe, path, inputs_before or look(), metrics, started)
             return result
 
         return run
@@ -147,13 +148,25 @@ def attest(
     key, products = signing_key(), products or _products(output)
     if products is None:
         return
+    # A stage that has found its output finished has made nothing: the attestation of the run that
+    # made it stays, and is signed if that run had no key.
     existing = bundle.read(output)
     if existing and existing[0].statement.products == products:
         attestations = existing
         if key and not existing[0].is_signed:
             attestations = [existing[0].signed(load_signer(key)), *existing[1:]]
     else:
-        materials = [*(_with_digest(resource) for resource, _ in inputs), *_corpus(output)]
+        materials = []
+        for resource, _ in inputs:
+            # A folder that Lathe did not write gets the digest of all files below it only now that
+            # the stage has succeeded: stages reject a wrong folder, such as `/`, at once.
+            if resource.kind == FOLDER and not resource.digest and (path := resource.path):
+                files = ((p, n) for n, p in files_below(path) if p.is_file())
+                listed = "".join(f"{sha256(p)}  {n}\n" for p, n in files)
+                digests = Digests(sha256=digest(listed))
+                resource = resource.model_copy(update={"digest": digests})
+            materials.append(resource)
+        materials += _corpus(output)
         statement = _statement(step, recipe, products, materials, figures, started)
         sealed = seal(statement, load_signer(key) if key else None, str(output))
         attestations = bundle.merged(sealed, [path for _, path in inputs if path])
@@ -236,7 +249,15 @@ def materials(name: str, value: Any) -> Iterator[tuple[Resource, Path | None]]:
     """The materials of a stage's argument, each with the location of its attestations."""
     if isinstance(value, list | tuple):
         for item in value:
-            yield from _part(name, item) if isinstance(item, tuple) else materials(name, item)
+            if not isinstance(item, tuple):
+                yield from materials(name, item)
+                continue
+            # A (name, path) or (path, weight) pair.
+            path = next(part for part in item if isinstance(part, Path))
+            weight = next((part for part in item if isinstance(part, int | float)), None)
+            for resource, location in materials(name, path):
+                about = {**(resource.annotations or {}), **({WEIGHT: weight} if weight else {})}
+                yield resource.model_copy(update={"annotations": about}), location
     elif value and Path(value).exists():
         path = Path(value)
         yield material(name, path), path if path.is_dir() or _is_verdict(path) else None
@@ -250,15 +271,6 @@ def _named(name: str, recipe: Recipe | None) -> str | list[str] | None:
     if isinstance(value, list):
         return [entry.partition("=")[2] for entry in value]
     return None if value in WORDS else value
-
-
-def _part(name: str, pair: tuple[Any, ...]) -> Iterator[tuple[Resource, Path | None]]:
-    """The path in a (name, path) or (path, weight) pair."""
-    path = next(part for part in pair if isinstance(part, Path))
-    weight = next((part for part in pair if isinstance(part, int | float)), None)
-    for material, place in materials(name, path):
-        about = {**(material.annotations or {}), **({WEIGHT: weight} if weight else {})}
-        yield material.model_copy(update={"annotations": about}), place
 
 
 def _corpus(output: Path) -> list[Resource]:
@@ -300,16 +312,6 @@ def material(name: str, path: Path) -> Resource:
     known = Digests(sha256=content_digest) if content_digest else None
     about = {"kind": what}
     return Resource(name=name, digest=known, uri=path.resolve().as_uri(), annotations=about)
-
-
-def _with_digest(resource: Resource) -> Resource:
-    """The material with the digest of all files below it, if it is a folder not written by Lathe.
-    This runs after the stage has succeeded, because stages reject a wrong folder, such as `/`, at
-    once."""
-    if resource.kind != FOLDER or resource.digest or not (path := resource.path):
-        return resource
-    listed = "".join(f"{sha256(p)}  {n}\n" for n, p in files_below(path) if p.is_file())
-    return resource.model_copy(update={"digest": Digests(sha256=digest(listed))})
 
 
 def _is_verdict(path: Path) -> bool:
