@@ -89,6 +89,7 @@ class Journal:
             line = json.dumps({"name": name, "finding": self.found[name]}, allow_nan=False)
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+                # A result may have taken minutes, so it also survives a machine that loses power.
                 file.flush()
                 os.fsync(file.fileno())
         if not isinstance(self.found[name], kind):

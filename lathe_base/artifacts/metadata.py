@@ -54,6 +54,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 class Metadata(BaseModel):
     """Base class of all metadata files; keys that a later version adds are accepted."""
 
+    # Strict, because JSON has the types already: a number in quotes is a mistake.
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     HAS_NAN: ClassVar[bool] = False
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)

@@ -71,6 +71,8 @@ class Mirror:
             inside = path.relative_to(self.folder)
             if path.is_file() and inside.parts[0] != STATE:
                 upload(path, self._at(f"run/{inside}"))
+        # The list is written after what it names is complete, and before what it no longer names is
+        # deleted: whenever this process is killed, every step in the list can be restored.
         before = self.steps()
         kept = [*(name for name in before if name < step), step][-keep:]
         write_text(self._at(STEPS), json.dumps(kept))
@@ -80,7 +82,7 @@ class Mirror:
 
     def finish(self) -> None:
         """Upload the folder to the address and delete the saved states next to it."""
-        upload(self.folder, self.uri)
+        upload(self.folder, self.uri)  # whole or absent, so `restore` never prefers a part of it
         remove(self._at(""))
 
     def steps(self) -> list[str]:

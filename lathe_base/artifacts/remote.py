@@ -37,9 +37,10 @@ def download(uri: str, path: Path) -> None:
     """Fetch an object to the file `path`, or the objects below a prefix to the folder `path`."""
     from lathe_base.storage import exists, fetch
 
+    # An address without a final slash may be an object or a prefix; web servers have no prefixes.
     prefix = uri.rstrip("/") + "/"
-    is_s3 = not uri.lower().startswith(("http:", "https:"))
-    if uri.endswith("/") or (is_s3 and exists(prefix)):
+    is_in_store = not uri.lower().startswith(("http:", "https:"))
+    if uri.endswith("/") or (is_in_store and exists(prefix)):
         fetch(prefix, path)
     else:
         fetch(uri, path.parent)
@@ -118,6 +119,8 @@ def _cache_path(uri: str) -> Path:
         raise UserError(
             f"{printable(uri)}: not an address", "write http://host:port/path", Code.BAD_PATH
         )
+    # The last name of the address stays, because file types are recognized by it; the query of a
+    # signed address is no part of it. The digest keeps equal names of different addresses apart.
     path = re.split("[?#]", uri)[0].partition("://")[2].partition("/")[2]
     name = PurePosixPath(path).name or "download"
     return cache / digest(uri.rstrip("/"))[:16] / name

@@ -43,6 +43,8 @@ class SamplingDefaults(BaseModel):
         among them."""
         given = generation.model_fields_set
         values = self.model_dump(exclude_none=True, exclude={"do_sample", "min_p"})
+        # Greedy in any of Hugging Face's three ways. A recipe that sets a temperature, or asks for
+        # several texts, samples all the same.
         if self.do_sample is False or 0 in (self.temperature, self.top_p):
             values.pop("temperature", None)
             values.pop("top_p", None)

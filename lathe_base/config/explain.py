@@ -161,6 +161,7 @@ def describe_values(kind: dict[str, Any]) -> str:
 
 
 def _interval(kind: dict[str, Any]) -> str:
+    # Above 0 is at least 1 for an integer.
     low, high = kind.get("minimum"), kind.get("maximum")
     above, below = kind.get("exclusiveMinimum"), kind.get("exclusiveMaximum")
     if kind["type"] == "integer" and above is not None:

@@ -39,11 +39,14 @@ def translate(values: Values, origins: Origins) -> list[IgnoredKey]:
     Raises:
         UserError: a key that changes a result in a way that Lathe does not support.
     """
+    # First the names, then the values under their new names; what is left then is ignored, refused,
+    # or has a meaning under the same name.
     is_first_layout = any(key in origins for key in FIRST_LAYOUT)
     if isinstance(dataset := _pop(values, "Data.dataset"), dict):
         for part in ("Data.Train.dataset", "Data.Eval.dataset"):
             _put_below(values, origins, part, dict(dataset), "Data.dataset")
     for old, fate in KEYS.items():
+        # Without room, as where `Optimizer` is a number, the key stays and is reported as it is.
         if not isinstance(fate, Moved) or not _has_room(values, fate.to):
             continue
         if (value := _pop(values, old)) is not None:
@@ -107,6 +110,7 @@ def enable_precision(values: Values, base: Values) -> None:
     those of its base, else float16 at O2."""
     if _pop(values, f"{PRECISION}.enable") is not True:
         return
+    # Only now, when the layers are merged: the type may be in the base of this layer.
     inherited = _get(base, f"{PRECISION}.dtype")
     dtype = inherited if inherited in ("float16", "bfloat16") else "float16"
     _put(values, f"{PRECISION}.dtype", dtype)
@@ -144,7 +148,7 @@ def _translate_precision(values: Values, origins: Origins) -> None:
                 "write True or False",
                 Code.INVALID_VALUE,
             )
-    if enable is not True:
+    if enable is not True:  # True stays until `enable_precision` knows the base
         _pop(values, f"{PRECISION}.enable")
     if enable is False:
         _pop(values, f"{PRECISION}.dtype")
@@ -157,6 +161,7 @@ def _translate_precision(values: Values, origins: Origins) -> None:
     if isinstance(level, str):
         _pop(values, f"{PRECISION}.level")
         _put(values, f"{PRECISION}.level", level.upper())
+    # An error about a type or a level names the line that it was made from.
     for key in ("dtype", "level"):
         origin = origins.get(f"{PRECISION}.enable", origins.get(f"{PRECISION}.use_pure_fp16"))
         origins.setdefault(f"{PRECISION}.{key}", origin or PRECISION)

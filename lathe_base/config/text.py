@@ -81,6 +81,8 @@ def _parse(content: bytes) -> tuple[Any, dict[str, int]]:
         node = loader.get_single_node()
         if node is None:
             return None, {}
+        # An alias shares its node, so a short text may stand for billions of values. They are
+        # counted in the tree of nodes, before any of them is constructed.
         lines: dict[str, int] = {}
         for count, (key, line) in enumerate(_check(loader, node)):
             if count == MAX_VALUES:
@@ -131,6 +133,7 @@ def _check(
     if level > MAX_YAML_DEPTH:
         raise Mistake("nested too deeply", line)
     implicit = loader.resolve(type(node), node.value, (True, False))  # type: ignore[no-untyped-call]
+    # The tag that the plain text has by itself, or text; any other was written, such as `!!python`.
     if node.tag not in (implicit, _TEXT):
         raise Mistake(f"a tag{_of_path(path)}", line)
     if isinstance(node, yaml.SequenceNode):
@@ -156,6 +159,7 @@ def _check(
                 there = before.start_mark.line + 1
                 raise Mistake(f"duplicate {what} than in line {there}", line)
             known[key.value] = value
+            # What `<<` merges has the keys of the group itself.
             inner = path if key.tag == _MERGE else f"{path}.{key.value}".lstrip(".")
             yield inner, line
             yield from _check(loader, value, inner, level + 1)

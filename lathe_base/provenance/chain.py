@@ -235,8 +235,8 @@ def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None
 
 def _gate(chain: Step) -> str | None:
     """The reason why the gate was not passed, or None."""
-    # A verdict counts only if its candidate is the served model: the export itself, or the checkpoint
-    # behind it.
+    # A verdict counts only if its candidate is the served model: the export itself, or the
+    # checkpoint behind it.
     verdicts = [step for step in chain.walk() if step.statement.step == "gate"]
     if not verdicts:
         return "its attestations do not include a verdict of `lathe gate`"

@@ -118,7 +118,9 @@ class Variables:
 
     def expand(self, word: str) -> list[str]:
         """A word with the values of its variables; a value may have several words."""
-        given = word
+        original = word
+        # A value may have variables itself, and the same one again: so rounds and length are limited,
+        # and what is not expanded by then counts as unknown.
         for _ in range(MAX_EXPANSIONS):
             values = [self._replacement(match) for match in VARIABLE.finditer(word)]
             if len(word) + sum(map(len, values)) > MAX_CHARACTERS:
@@ -127,7 +129,7 @@ class Variables:
             if expanded == word:
                 break
             word = expanded
-        return [word] if word == given else word.split()
+        return [word] if word == original else word.split()
 
     def _replacement(self, match: re.Match[str]) -> str:
         value = self.value(match[1] or match[2])
@@ -175,6 +177,7 @@ def read_flags(text: str, source: str, variables: Variables) -> list[str]:
         raise UserError(what, "give a file with one of them, or its flags as text", Code.AMBIGUOUS)
     if flags:
         return flags[0]
+    # No script is named: the text is the flags alone, perhaps after the name of another program.
     words = [word for command in commands for word in command]
     first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     return words[first:]
@@ -185,6 +188,7 @@ def _commands(text: str, source: str, variables: Variables) -> Iterator[list[str
     words: list[str] = []
     array: tuple[str, bool, list[str]] | None = None
     ended = False  # by a redirection: what follows is a file
+    # A word that ends in `=`, followed by a parenthesis, begins an array: NAME=( WORD ... ).
     for token in _tokens(text, source):
         if array is not None:
             if token == ")":
@@ -223,6 +227,8 @@ def _command(words: Sequence[str], variables: Variables) -> Iterator[list[str]]:
 
 def _tokens(text: str, source: str) -> list[str]:
     """Words and operators; the end of a line is an operator."""
+    # Join continued lines, and remove comments and the number before a redirection, which is none of
+    # the arguments. The output of a command becomes one word, whatever is in its parentheses.
     text = re.sub(r"\\\r?\n", " ", text.replace("\r\n", "\n"))
     text = REDIRECTED.sub("", QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text))
     for pattern in COMMAND_OUTPUT:
@@ -407,6 +413,7 @@ def read_command(sources: Sequence[str]) -> Command:
         raise UserError(
             f"{printable(' '.join(sources), 100)}: no flags and no such file", HINT, Code.NOT_FOUND
         )
+    # The configuration that the flags name, relative to the script or to the working directory.
     named = command.flags.get("deepspeed-config", [])
     if command.deepspeed is None and len(named) == 1:
         beside = [Path(command.source).parent / named[0], Path(named[0])]

@@ -44,6 +44,7 @@ def recipe_from_megatron(sources: Sequence[str], gpus: int | None = None) -> str
             continue
         command.refuse(flag, f"changes the numbers and is not supported: {REFUSED[flag]}",
                        "remove the flag, if the training may differ", Code.UNSUPPORTED)  # fmt: skip
+    # Every setting that the flags decide is checked, also those that equal the base's.
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
     for key, value, comment in translate_settings(command, gpus):
@@ -51,6 +52,7 @@ def recipe_from_megatron(sources: Sequence[str], gpus: int | None = None) -> str
         if comment:
             comments[key] = comment
     recipe = _checked(settings, command)
+    # The text states what differs from the base, and what a reader looks for first.
     base = flat(load_recipe(BASE).model_dump(mode="json"))
     values = flat(recipe.model_dump(mode="json"))
     shown = {k: v for k, v in settings.items() if k.startswith(ALWAYS) or base[k] != values[k]}
@@ -195,6 +197,7 @@ def _model(command: Command) -> Iterator[tuple[str, Any, str]]:
     yield "Data.Train.dataset.max_seq_len", length, ""
     if positions != length:
         yield "Model.max_position_embeddings", positions, ""
+    # Megatron pads the vocabulary so that tensor-parallel ranks get equal parts of that multiple.
     multiple = command.required_size("make-vocab-size-divisible-by")
     multiple *= command.required_size("tensor-model-parallel-size")
     padded = -(-GPT2_VOCABULARY // multiple) * multiple if multiple else 0
@@ -209,6 +212,8 @@ def _model(command: Command) -> Iterator[tuple[str, Any, str]]:
     yield "Model.hidden_dropout_prob", command.required_number("hidden-dropout"), ""
     yield "Model.attention_probs_dropout_prob", command.required_number("attention-dropout"), ""
     yield "Model.initializer_range", command.required_number("init-method-std"), ""
+    # `--recompute-activations` is short for the selective granularity, `--checkpoint-activations`
+    # the older name of full recomputation.
     selective = command.word("recompute-granularity") == "selective"
     recomputes = {"checkpoint-activations", "recompute-activations", "recompute-granularity"}
     yield "Model.use_recompute", bool(recomputes & command.flags.keys()), ""
@@ -217,6 +222,7 @@ def _model(command: Command) -> Iterator[tuple[str, Any, str]]:
     if "sequence-parallel" in command:
         yield "Model.sequence_parallel", True, ""
     if "num-layers-per-virtual-pipeline-stage" in command:
+        # Megatron gives the layers of a stage, Lathe the number of stages on a rank.
         each = command.required_size("num-layers-per-virtual-pipeline-stage")
         per_rank = layers // max(1, command.required_size("pipeline-model-parallel-size"))
         if not each or per_rank % each:
@@ -235,6 +241,7 @@ def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
             "add --lr-decay-style cosine, if the learning rate may decay as a cosine",
             Code.UNSUPPORTED,
         )
+    # All lengths are in iterations, or all in samples; Megatron refuses a mixture as well.
     by_samples = "train-samples" in command
     unit = "samples" if by_samples else "iters"
     for kind in ("train", "lr-decay", "lr-warmup"):
@@ -275,6 +282,7 @@ def _schedule(command: Command) -> Iterator[tuple[str, Any, str]]:
     yield "Optimizer.beta1", command.required_number("adam-beta1"), ""
     yield "Optimizer.beta2", command.required_number("adam-beta2"), ""
     yield "Optimizer.epsilon", command.required_number("adam-eps"), ""
+    # With DeepSpeed, its own configuration decides; `--clip-grad` alone does nothing.
     clip = command.required_number("clip-grad")
     ds = command.deepspeed
     if ds is not None:
@@ -304,6 +312,7 @@ def _precision(command: Command) -> Iterator[tuple[str, Any, str]]:
     yield "Engine.mix_precision.level", "O1" if dtype == "float32" else "O2", ""
     if dtype != "float16":
         return
+    # DeepSpeed has a loss scaler of its own, with defaults that differ from Megatron's.
     if ds is not None:
         static, first = ds.scale, 2.0**ds.initial_power
         window, hysteresis, least = ds.window, ds.hysteresis, ds.min_scale
@@ -368,6 +377,7 @@ def distributed(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, 
             "give the number of GPUs, such as --gpus 8",
             Code.MISSING_OPTION,
         )
+    # ZeRO shards over all data-parallel ranks, which a recipe counts as sharding, not as replicas.
     yield "Distributed.dp_degree", "auto" if replicas is None else 1 if stage else replicas, ""
     yield "Distributed.mp_degree", tp, ""
     yield "Distributed.pp_degree", pp, ""
@@ -401,6 +411,7 @@ def batch(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, str]]:
             Code.MISSING_OPTION,
         )
     pp = command.required_size("pipeline-model-parallel-size")
+    # Without a global batch, Megatron's is one micro-batch per data-parallel rank.
     if total is None and replicas is not None:
         total = micro * replicas * ((ds and ds.accumulate) or 1)
     used, comment = micro, ""

@@ -46,6 +46,7 @@ SHARED_MEMORY = "8Gi"
 
 def _matches(pattern: str, what: str) -> AfterValidator:
     def check(value: str) -> str:
+        # A label's key: a DNS name of 253 characters, a slash, and a name of 63.
         if len(value) > 317 or not re.fullmatch(pattern, value):
             raise ValueError(f"{value!r} is not {what}")
         return value
@@ -62,6 +63,7 @@ def _is_variable(name: str) -> str:
 
 
 def _has_exceptions(env: dict[str, str]) -> dict[str, str]:
+    # Without exceptions, a step would ask the proxy for Pipelines' own services too.
     names = {name.upper() for name in env}
     if names & {"HTTPS_PROXY", "HTTP_PROXY"} and "NO_PROXY" not in names:
         raise ValueError(
@@ -234,6 +236,7 @@ class Placement(Settings):
 
     def tolerated(self, node_pool: str | None, has_gpus: bool) -> list[dict[str, Any]]:
         """Tolerations of a pod: for the taints of the pool and of GPUs, plus those given."""
+        # The taints of the pool and of GPUs have any value, so the operator is Exists.
         taints = [NODE_POOL] * bool(node_pool) + [self.gpu_taint] * has_gpus
         tolerations = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
         return [
@@ -288,6 +291,7 @@ class Placements(Placement):
         """The settings for one step."""
         step = self.steps.get(name)
         set_fields = {key: getattr(step, key) for key in step.model_fields_set} if step else {}
+        # `cpus` and `memory` are not settings of a placement; `LaunchSettings.of_step` takes them.
         known = {key: value for key, value in set_fields.items() if key in Placement.model_fields}
         return self.model_copy(update=known | {"steps": {}})
 

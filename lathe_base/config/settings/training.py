@@ -63,6 +63,7 @@ class DataSettings(Settings):
 
     @model_validator(mode="after")
     def _one_split(self) -> "DataSettings":
+        # One data set is split into all parts.
         if "split" not in self.Eval.dataset.model_fields_set:
             split = {"split": self.Train.dataset.split}
             self.Eval = DataPart(dataset=self.Eval.dataset.model_copy(update=split))
