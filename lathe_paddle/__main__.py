@@ -142,7 +142,11 @@ def main() -> None:
     if MARK_VARIABLE in os.environ or "PADDLE_TRAINER_ID" in os.environ:
         die_with_parent()
     if MARK_VARIABLE in os.environ:
-        _log_for_starter(os.environ[MARK_VARIABLE])
+        # To stdout, with the prefix by which `lathe.backends.paddle_process` knows the lines.
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter(f"{os.environ[MARK_VARIABLE]}%(message)s"))
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(logging.INFO)
     else:
         log_to_stderr()
     os.environ |= {ours: os.environ[name] for ours, name in NAMES.items() if name in os.environ}
@@ -155,14 +159,6 @@ def main() -> None:
             for line in coded(outcome).splitlines():
                 log.error("%s", line)
         sys.exit(outcome.status)
-
-
-def _log_for_starter(mark: str) -> None:
-    """Log to stdout with the prefix by which `lathe.backends.paddle_process` knows the lines."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(f"{mark}%(message)s"))
-    log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.INFO)
 
 
 def _load(name: str, overrides: list[str] | None) -> "Recipe":

@@ -6,8 +6,7 @@ ordered head by head, each head's q, k and v together: PaddleFleetX's fused qkv,
 in which PaddleSlim's pruner finds whole heads.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import paddle
@@ -37,26 +36,20 @@ def recomputed(
     def run(*inputs: Tensor) -> Tensor:
         if not paddle.is_grad_enabled():  # the first pass
             return function(*inputs)
-        with _observers_paused(layer):
+        # In the second pass, observers must not count the same input in their ranges once more.
+        observers = [
+            part for part in layer.sublayers() if isinstance(part, FakeQuantMovingAverageAbsMax)
+        ]
+        for observer in observers:
+            observer.training = False
+        try:
             return function(*inputs)
+        finally:
+            for observer in observers:
+                observer.training = True
 
     result: Tensor = recompute(run, *inputs, preserve_rng_state=is_random)
     return result
-
-
-@contextmanager
-def _observers_paused(layer: nn.Layer) -> Iterator[None]:
-    """Pause the observers: their ranges must not count the same input a second time."""
-    observers = [
-        part for part in layer.sublayers() if isinstance(part, FakeQuantMovingAverageAbsMax)
-    ]
-    for observer in observers:
-        observer.training = False
-    try:
-        yield
-    finally:
-        for observer in observers:
-            observer.training = True
 
 
 class Attention(nn.Layer):

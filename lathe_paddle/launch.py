@@ -64,9 +64,16 @@ def launch(command: Sequence[str], shape: LaunchShape) -> None:
         Preempted: SIGTERM arrived, and every worker saved its state.
         UserError, StageError: what a worker raised, or its last lines if it failed otherwise.
     """
+    root = str(SCRIPT.parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as logs:
+        # Python puts a script's folder first in its path, where modules such as `gpt.py` would shadow
+        # others; PYTHONSAFEPATH prevents that.
+        environment = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, LOGS_VARIABLE: logs}
         process = subprocess.Popen(
-            arguments(command, shape, logs), env=_variables(logs), preexec_fn=die_with_parent
+            arguments(command, shape, logs),
+            env=os.environ | environment,
+            preexec_fn=die_with_parent,
         )
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
@@ -93,13 +100,6 @@ def arguments(command: Sequence[str], shape: LaunchShape, logs: str) -> list[str
         *("--nnodes", str(shape.nodes), "--nproc_per_node", str(shape.processes_per_node)),
         *(str(SCRIPT), *command),
     ]
-
-
-def _variables(logs: str) -> dict[str, str]:
-    """Environment of the workers; modules beside the script must not shadow others."""
-    root = str(SCRIPT.parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, LOGS_VARIABLE: logs}
 
 
 def _tail(logs: Path) -> str:

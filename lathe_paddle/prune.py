@@ -17,9 +17,8 @@ from lathe_base.config.settings import PruneSettings, Recipe
 from lathe_base.errors import Code, UserError
 from lathe_paddle.checkpoint import float_weights, load_checkpoint, set_weights
 from lathe_paddle.gpt import GPT
-from lathe_paddle.parallel import divide
-from lathe_paddle.run import TrainingJob, new_model, run_training
-from lathe_paddle.workers import Workers
+from lathe_paddle.trainer import TrainingJob, new_model, run_training
+from lathe_paddle.workers import Workers, divide
 
 log = logging.getLogger("lathe")
 

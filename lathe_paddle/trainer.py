@@ -1,10 +1,12 @@
-"""The training steps in Paddle, for finetuning after pruning and for QAT."""
+"""Training in Paddle, for finetuning after pruning and for QAT: from a claimed folder to a written
+checkpoint, and the steps between the two."""
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,123 @@ from numpy.typing import NDArray
 from paddle import Tensor
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
 
 from lathe.data.tokens import TokenDataset
+from lathe.model.config import GPTConfig
+from lathe.model.folder import training_origin
+from lathe.train.batches import open_data
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
 from lathe.train.loss_scale import LossScale
+from lathe.train.result import (
+    TrainResult,
+    begin,
+    claimed,
+    is_finished,
+    read_result,
+    remove_states,
+    run_identity,
+)
 from lathe.train.saved import read_metadata, restored
 from lathe.train.schedule import clip_factor, is_decayed
 from lathe.train.state_folder import StateFolder, unwritable
 from lathe_base.artifacts.kinds import STATE
-from lathe_base.config.settings import Recipe
+from lathe_base.config.settings import ModelSettings, Recipe
 from lathe_base.errors import Code, UserError
+from lathe_paddle.checkpoint import save_checkpoint
 from lathe_paddle.gpt import GPT, next_token_loss
-from lathe_paddle.parallel import split_axis
-from lathe_paddle.workers import Workers, seed_everything
+from lathe_paddle.workers import Workers, join_workers, seed_everything, split_axis, whole_weights
 
 log = logging.getLogger("lathe")
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of tensors in a saved state."""
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A model to train, and what its checkpoint records; see `lathe.train.run.TrainingJob`."""
+
+    stage: str
+    model: GPT
+    tokenizer: Tokenizer
+    parent: Path | None = None
+    after_step: Callable[[Workers], None] | None = None
+    before_save: Callable[[GPT], None] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+def new_model(config: GPTConfig, settings: ModelSettings) -> GPT:
+    """A float GPT to train, with the recipe's dropout and recomputation."""
+    bare = replace(config, quantization=None)
+    model = GPT(bare, settings.hidden_dropout_prob, settings.attention_probs_dropout_prob)
+    model.set_recompute(settings.recompute)
+    return model
+
+
+def run_training(
+    recipe: Recipe,
+    data: Path,
+    output: Path,
+    inputs: dict[str, str],
+    make: Callable[[Workers], TrainingJob],
+    sources: Sequence[Path],
+) -> TrainResult:
+    """Train what `make` builds and write the checkpoint `output`, unless that is finished already.
+
+    Args:
+        make: builds the model, divided as the recipe asks; not called when `output` is finished.
+        sources: other folders that `make` reads.
+
+    Raises:
+        UserError: as `lathe.train.run.run_training`.
+        Preempted: SIGTERM arrived; the same call resumes.
+    """
+    if recipe.Engine.mix_precision.is_pure:
+        log.warning("mix_precision.level is O2: the Paddle engine computes as with O1")
+    with join_workers(recipe) as workers:
+        identity = run_identity(recipe, inputs, data, workers.data_size)
+        with claimed(output, identity, data, *sources) if workers.is_first else nullcontext():
+            workers.barrier()
+            if workers.gather(is_finished(output, identity))[0]:
+                log.info("%s is finished: nothing to do", output)
+                return _agreed(workers, output)
+            work = make(workers)
+            config = work.model.config
+            tokens = open_data(data, recipe, config, work.tokenizer)
+            if any(part.has_mask for _, part in tokens.parts):
+                raise UserError(
+                    f"{data}: conversations, of which the Paddle engine cannot count the "
+                    "assistant's tokens only",
+                    "train with -o Compress.engine=torch, or prepare with Prepare.chat=False",
+                    Code.UNSUPPORTED,
+                )
+            origin = training_origin(work.parent, tokens)
+
+            def observe() -> None:
+                if work.after_step is not None:
+                    work.after_step(workers)
+
+            if workers.is_first:
+                begin(output, identity)
+            trainer = Trainer(recipe, work.model, tokens, output, workers, observe)
+            trainer.run()
+            # With tensor parallelism every process takes part, but only the first one writes.
+            weights = whole_weights(work.model, workers)
+            if workers.is_first:
+                if work.before_save is not None:
+                    work.before_save(work.model)
+                metrics = {**trainer.figures(), **work.figures, "n_params": config.n_params}
+                parts = work.model, work.tokenizer, work.stage, recipe, origin, metrics
+                save_checkpoint(output, *parts, weights)
+                remove_states(output, keep=recipe.Engine.save_load.keep_final)
+            return _agreed(workers, output)
+
+
+def _agreed(workers: Workers, output: Path) -> TrainResult:
+    """The result that the first process reads: only its disk may have it."""
+    result: TrainResult = workers.gather(read_result(output) if workers.is_first else None)[0]
+    return result
 
 
 class Trainer(Loop):
@@ -85,10 +186,13 @@ class Trainer(Loop):
                 loss = next_token_loss(self.model, paddle.to_tensor(tokens))
             (loss * (self.loss_scale.value / len(batches))).backward()
             losses.append(float(loss))
+        # One exchange for everything that all processes have to agree on: the loss, the norm of the
+        # gradients, and whether one of them was asked to stop or to save.
         self.sums.sum()
         share = self._squared_norm()
         mean_loss = sum(losses) / len(losses) / self.workers.size
         loss, squares, *counts = self.workers.sum([mean_loss, share, *map(float, flags)])
+        # The gradients are sums over the data-parallel processes, and scaled; the norm is of neither.
         factor = self.loss_scale.value * self.workers.data_size
         norm = math.sqrt(squares) / factor if squares >= 0 else math.nan
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]
@@ -120,6 +224,7 @@ class Trainer(Loop):
     def validation_loss(self) -> float:
         self.model.eval()
         total, samples = 0.0, 0.0
+        # Every process has its own batches; the processes of a tensor-parallel group have the same.
         for index in range(self.workers.data_rank, len(self.validation), self.workers.data_size):
             tokens = paddle.to_tensor(self.validation[index])
             total += float(next_token_loss(self.model, tokens)) * len(tokens)
@@ -248,6 +353,7 @@ class GradientSums:
 
 def assign(sizes: Sequence[int], parts: int) -> list[int]:
     """The part that owns each parameter, such that all parts have about the same size."""
+    # The largest first, each to the part with the least so far; the same in every process.
     load, owner = [0] * parts, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owner[index] = load.index(min(load))

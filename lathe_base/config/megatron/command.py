@@ -119,8 +119,8 @@ class Variables:
     def expand(self, word: str) -> list[str]:
         """A word with the values of its variables; a value may have several words."""
         original = word
-        # A value may have variables itself, and the same one again: so rounds and length are limited,
-        # and what is not expanded by then counts as unknown.
+        # A value may have variables itself, and the same one again: so rounds and length are
+        # limited, and what is not expanded by then counts as unknown.
         for _ in range(MAX_EXPANSIONS):
             values = [self._replacement(match) for match in VARIABLE.finditer(word)]
             if len(word) + sum(map(len, values)) > MAX_CHARACTERS:
@@ -227,8 +227,8 @@ def _command(words: Sequence[str], variables: Variables) -> Iterator[list[str]]:
 
 def _tokens(text: str, source: str) -> list[str]:
     """Words and operators; the end of a line is an operator."""
-    # Join continued lines, and remove comments and the number before a redirection, which is none of
-    # the arguments. The output of a command becomes one word, whatever is in its parentheses.
+    # Join continued lines; remove comments, and the number before a redirection, which is not an
+    # argument. The output of a command becomes one word, whatever is in its parentheses.
     text = re.sub(r"\\\r?\n", " ", text.replace("\r\n", "\n"))
     text = REDIRECTED.sub("", QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text))
     for pattern in COMMAND_OUTPUT:
