@@ -67,8 +67,8 @@ def launch(command: Sequence[str], shape: LaunchShape) -> None:
     root = str(SCRIPT.parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="lathe-paddle-") as logs:
-        # Python puts a script's folder first in its path, where modules such as `gpt.py` would shadow
-        # others; PYTHONSAFEPATH prevents that.
+        # Python puts a script's folder first in its path, where `gpt.py` and others would shadow
+        # modules of that name; PYTHONSAFEPATH prevents that.
         environment = {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, LOGS_VARIABLE: logs}
         process = subprocess.Popen(
             arguments(command, shape, logs),

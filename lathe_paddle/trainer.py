@@ -192,7 +192,7 @@ class Trainer(Loop):
         share = self._squared_norm()
         mean_loss = sum(losses) / len(losses) / self.workers.size
         loss, squares, *counts = self.workers.sum([mean_loss, share, *map(float, flags)])
-        # The gradients are sums over the data-parallel processes, and scaled; the norm is of neither.
+        # The gradients are sums over the data-parallel processes, and scaled; the norm is not.
         factor = self.loss_scale.value * self.workers.data_size
         norm = math.sqrt(squares) / factor if squares >= 0 else math.nan
         bad = [i for i, value in enumerate(losses) if not math.isfinite(value)]

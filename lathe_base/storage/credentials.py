@@ -99,7 +99,7 @@ def _source() -> str:
         ) from None
     if parser.get(_profile(), "aws_access_key_id", fallback=None):
         return PROFILE
-    if os.environ.get(PROFILE):  # a profile that is asked for must not give way to another identity
+    if os.environ.get(PROFILE):  # a profile that is named must not give way to another source
         raise UserError(
             f"{PROFILE}={_profile()}: {_file()} has no keys for that profile",
             f"add aws_access_key_id and aws_secret_access_key to it, or unset {PROFILE}",
