@@ -28,7 +28,7 @@ def input_path(text: str | Path) -> Path:
     if not _is_address(uri):
         return _with_name(Path(text))
     path = _cache_path(uri)
-    if not _is_worker():
+    if "RANK" not in os.environ:  # a worker uses what its parent has fetched
         download(uri, path)
     return path
 
@@ -60,7 +60,7 @@ def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
     if not _is_address(uri):
         return _with_name(Path(text)), None
     path = _cache_path(uri)
-    if _is_worker():
+    if "RANK" in os.environ:
         return path, None
     from lathe_base.artifacts.mirror import Mirror
     from lathe_base.storage import claim_address
@@ -98,10 +98,6 @@ def _not_empty(text: str | Path) -> str:
 def _with_name(path: Path) -> Path:
     """Resolve `.` and `..` to a path with a name, so that outputs can be put beside it."""
     return path.resolve() if path.name in ("", "..") else path
-
-
-def _is_worker() -> bool:
-    return "RANK" in os.environ
 
 
 def _cache_path(uri: str) -> Path:

@@ -51,10 +51,7 @@ def translate(values: Values, origins: Origins) -> list[IgnoredKey]:
             continue
         if (value := _pop(values, old)) is not None:
             _put_below(values, origins, fate.to, value, old)
-    _translate_loop(values, origins)
-    _translate_precision(values, origins)
-    _translate_optimizer(values, origins, is_first_layout)
-    _translate_quantization(values, origins)
+    _translate_values(values, origins, is_first_layout)
     ignored = []
     for key, fate in KEYS.items():
         origin = origins.get(key, key)
@@ -117,8 +114,9 @@ def enable_precision(values: Values, base: Values) -> None:
     _put(values, f"{PRECISION}.level", _get(base, f"{PRECISION}.level") or "O2")
 
 
-def _translate_loop(values: Values, origins: Origins) -> None:
-    """-1 in the place of a number of updates, and a plain number as `grad_clip`."""
+def _translate_values(values: Values, origins: Origins, is_first_layout: bool) -> None:
+    """Rewrite values that are written differently."""
+    # -1 in the place of a number of updates, and a plain number as `grad_clip`.
     for key, replacement in (
         ("Engine.max_steps", 0),
         ("Engine.eval_freq", NEVER),
@@ -133,6 +131,32 @@ def _translate_loop(values: Values, origins: Origins) -> None:
         _pop(values, "Optimizer.grad_clip")
         _put_below(
             values, origins, "Optimizer.grad_clip", {"clip_norm": clip}, "Optimizer.grad_clip"
+        )
+    _translate_precision(values, origins)
+    # Names of optimizers and schedules.
+    if _get(values, "Optimizer.name") == "Adam":
+        if not is_first_layout:  # whose trainer constructs AdamW, and reads no name
+            where = origins.get("Optimizer.name", "Optimizer.name")
+            raise UserError(
+                f"{where}: Optimizer.name is Adam, whose weight decay is part of the gradient: not "
+                "supported",
+                "use FusedAdamW, or AdamW, which also decays biases and norms",
+                Code.UNSUPPORTED,
+            )
+        _pop(values, "Optimizer.name")
+        _put(values, "Optimizer.name", "FusedAdamW")
+    if _get(values, "Optimizer.lr.name") == "consine":
+        _pop(values, "Optimizer.lr.name")
+        _put(values, "Optimizer.lr.name", COSINE)
+    # A boolean for the granularity of weight scales.
+    by_channel = _get(values, f"{QUANTIZATION}.channel_wise_abs_max")
+    if isinstance(by_channel, bool):
+        _pop(values, f"{QUANTIZATION}.channel_wise_abs_max")
+        kind = "channel_wise_abs_max" if by_channel else "abs_max"
+        _put(values, f"{QUANTIZATION}.weight_quantize_type", kind)
+        origins.setdefault(
+            f"{QUANTIZATION}.weight_quantize_type",
+            origins.get(f"{QUANTIZATION}.channel_wise_abs_max", QUANTIZATION),
         )
 
 
@@ -165,35 +189,6 @@ def _translate_precision(values: Values, origins: Origins) -> None:
     for key in ("dtype", "level"):
         origin = origins.get(f"{PRECISION}.enable", origins.get(f"{PRECISION}.use_pure_fp16"))
         origins.setdefault(f"{PRECISION}.{key}", origin or PRECISION)
-
-
-def _translate_optimizer(values: Values, origins: Origins, is_first_layout: bool) -> None:
-    if _get(values, "Optimizer.name") == "Adam":
-        if not is_first_layout:  # whose trainer constructs AdamW, and reads no name
-            where = origins.get("Optimizer.name", "Optimizer.name")
-            raise UserError(
-                f"{where}: Optimizer.name is Adam, whose weight decay is part of the gradient: not "
-                "supported",
-                "use FusedAdamW, or AdamW, which also decays biases and norms",
-                Code.UNSUPPORTED,
-            )
-        _pop(values, "Optimizer.name")
-        _put(values, "Optimizer.name", "FusedAdamW")
-    if _get(values, "Optimizer.lr.name") == "consine":
-        _pop(values, "Optimizer.lr.name")
-        _put(values, "Optimizer.lr.name", COSINE)
-
-
-def _translate_quantization(values: Values, origins: Origins) -> None:
-    by_channel = _get(values, f"{QUANTIZATION}.channel_wise_abs_max")
-    if isinstance(by_channel, bool):
-        _pop(values, f"{QUANTIZATION}.channel_wise_abs_max")
-        kind = "channel_wise_abs_max" if by_channel else "abs_max"
-        _put(values, f"{QUANTIZATION}.weight_quantize_type", kind)
-        origins.setdefault(
-            f"{QUANTIZATION}.weight_quantize_type",
-            origins.get(f"{QUANTIZATION}.channel_wise_abs_max", QUANTIZATION),
-        )
 
 
 def _put_below(values: Values, origins: Origins, new: str, value: Any, old: str) -> None:

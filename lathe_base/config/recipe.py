@@ -226,7 +226,8 @@ def _read_text(content: bytes, file: str) -> _Layer:
             f"{file}: not a mapping of groups", "write Group: {key: value}", Code.MALFORMED
         )
     origins = {key: f"{file}:{line}" for key, line in lines.items()}
-    return _layer(values, origins, file)
+    check_references(values, origins, file)
+    return _Layer(values, origins, fleetx.translate(values, origins))
 
 
 def _read_override(override: str) -> _Layer:
@@ -245,12 +246,8 @@ def _read_override(override: str) -> _Layer:
     origins |= {f"{key}.{inner}": source for inner in lines}
     for part in reversed(parts):
         value = {part: value}
-    return _layer(value, origins, source)
-
-
-def _layer(values: dict[str, Any], origins: dict[str, str], source: str) -> _Layer:
-    check_references(values, origins, source)
-    return _Layer(values, origins, fleetx.translate(values, origins))
+    check_references(value, origins, source)
+    return _Layer(value, origins, fleetx.translate(value, origins))
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -221,7 +221,12 @@ def _files_below(folder: Path) -> Iterator[Path]:
         raise UserError(
             f"{folder}: a download into it is unfinished", "run the download again", Code.INCOMPLETE
         )
-    for parent, folders, names in os.walk(folder, onerror=_raise_unless_absent):
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
         for link in (Path(parent, name) for name in folders):
             if link.is_symlink():
                 raise UserError(
@@ -237,11 +242,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
                     f"{path}: not a file", "remove it, or fix the link", Code.WRONG_KIND
                 )
             yield path
-
-
-def _raise_unless_absent(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
 
 
 def _is_ours(path: Path) -> bool:

@@ -114,36 +114,27 @@ def _put_file(
 ) -> Entry:
     """Upload one file, unless the object that is `there` has the same bytes."""
     size = path.stat().st_size
-    if there and there.size == size and (sha256 := store.same_content(there, path)):
+    if there and there.size == size and (same := store.same_content(there, path)):
         advance(size)
-        return Entry(size, sha256)
-    if part_count(size) > 1:
-        return Entry(size, _put_parts(store, key, path, size, advance))
-    data = path.read_bytes()
-    store.put(key, data)
-    advance(len(data))
-    return Entry(len(data), hashlib.sha256(data).hexdigest())
-
-
-def _put_parts(
-    store: ObjectStore, key: str, path: Path, size: int, advance: Callable[[int], None]
-) -> str:
-    """Upload a file in parts and return its SHA-256.
-
-    Another process may mistake this for an interrupted upload and continue it with other bytes: the
-    store then rejects one of the two, which starts again.
-    """
+        return Entry(size, same)
+    if part_count(size) <= 1:
+        data = path.read_bytes()
+        store.put(key, data)
+        advance(len(data))
+        return Entry(len(data), hashlib.sha256(data).hexdigest())
+    # Another process may mistake this for an interrupted upload and continue it with other bytes:
+    # the store then rejects one of the two, which starts again.
     for attempt in range(MAX_TRIES):
         try:
             with store.multipart(key, size, resume=attempt == 0) as upload:
                 sha256, sent = _send(upload, path, size, advance)
                 upload.complete(sent)
-            return sha256
+            return Entry(size, sha256)
         except UploadEnded:
             # The other process may have uploaded the same bytes.
             now = store.stat(key)
-        if now and now.size == size and (etag := store.same_content(now, path)):
-            return etag
+        if now and now.size == size and (same := store.same_content(now, path)):
+            return Entry(size, same)
     raise UserError(
         f"{store.address(key)}: another upload is writing to it",
         "run one upload at a time",

@@ -56,8 +56,18 @@ def recipe_from_megatron(sources: Sequence[str], gpus: int | None = None) -> str
     base = flat(load_recipe(BASE).model_dump(mode="json"))
     values = flat(recipe.model_dump(mode="json"))
     shown = {k: v for k, v in settings.items() if k.startswith(ALWAYS) or base[k] != values[k]}
-    lines = ["# From the flags of Megatron's pretrain_gpt.py.", *_notes(command)]
-    return "\n".join([*lines, f"_base_: {BASE}", *_groups(shown, comments), ""])
+    lines = ["# From the flags of Megatron's pretrain_gpt.py.", *_notes(command), f"_base_: {BASE}"]
+    tree: dict[str, Any] = {}
+    for key, value in shown.items():
+        *groups, name = key.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    for group in ("Global", "Engine", "Data", "Model", "Optimizer", "Distributed"):
+        if group in tree:
+            lines += [f"\n{group}:", *_lines(tree[group], comments, f"{group}.", 1)]
+    return "\n".join([*lines, ""])
 
 
 def _checked(settings: dict[str, Any], command: Command) -> Recipe:
@@ -118,22 +128,8 @@ def _wrapped(text: str) -> Iterator[str]:
     yield line
 
 
-def _groups(settings: dict[str, Any], comments: dict[str, str]) -> Iterator[str]:
-    """Yield the lines of nested YAML groups."""
-    tree: dict[str, Any] = {}
-    for key, value in settings.items():
-        *groups, name = key.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[name] = value
-    for group in ("Global", "Engine", "Data", "Model", "Optimizer", "Distributed"):
-        if group in tree:
-            yield f"\n{group}:"
-            yield from _lines(tree[group], comments, f"{group}.", 1)
-
-
 def _lines(tree: dict[str, Any], comments: dict[str, str], above: str, level: int) -> Iterator[str]:
+    """Yield the lines of nested YAML groups."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield f"{'  ' * level}{key}:"
@@ -333,15 +329,10 @@ def _precision(command: Command) -> Iterator[tuple[str, Any, str]]:
         command.notes.append(f"the loss scale may fall to 1, not only to {least:g}")
 
 
-def _model_parallel(command: Command) -> tuple[int, int]:
-    """The tensor- and the pipeline-parallel size."""
-    tensor = command.required_size("tensor-model-parallel-size")
-    return tensor, command.required_size("pipeline-model-parallel-size")
-
-
 def _data_parallel(command: Command, gpus: int | None) -> int | None:
     """Number of data-parallel ranks, if the number of GPUs is known."""
-    tp, pp = _model_parallel(command)
+    tp = command.required_size("tensor-model-parallel-size")
+    pp = command.required_size("pipeline-model-parallel-size")
     if gpus is None:
         return None
     if not tp * pp or gpus % (tp * pp):
@@ -362,7 +353,8 @@ def distributed(command: Command, gpus: int | None) -> Iterator[tuple[str, Any, 
         UserError: a number of GPUs that the layout does not divide, or that is needed.
     """
     ds, replicas = command.deepspeed, _data_parallel(command, gpus)
-    tp, pp = _model_parallel(command)
+    tp = command.required_size("tensor-model-parallel-size")
+    pp = command.required_size("pipeline-model-parallel-size")
     stage = command.size("zero-stage") or 0
     if ds is not None:
         if "zero-stage" in command and ds.stage != stage:
