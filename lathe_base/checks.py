@@ -80,6 +80,7 @@ def run_checks(checks: Iterable[Check], is_preflight: bool = False) -> Iterator[
     failed = set[str]()
     for check in checks:
         if check.after in failed:
+            # As failed, so that what comes after this one is left out too.
             failed.add(check.name)
             continue
         for finding in _findings(check, is_preflight):

@@ -119,6 +119,7 @@ class UserError(Exception):
     status = 2
 
     def __init__(self, what: str, hint: str, code: Code) -> None:
+        # Here, where every message passes: it may be logged, reported or sent to another process.
         what, hint = without_secrets(what), without_secrets(hint)
         super().__init__(f"{what}\n  hint: {hint}")
         self.what = what
@@ -344,6 +345,8 @@ def printable(name: object, limit: int = 300) -> str:
     """A name or value, whatever its bytes, as one printable line of at most `limit` characters; of
     a longer one, the beginning and the end."""
     text = os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) else str(name)
+    # Cut before it is escaped: most of a long text is not shown, and escapes are up to ten times as
+    # long.
     text = text if len(text) <= 2 * limit else text[:limit] + text[-limit:]
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     end = limit // 4

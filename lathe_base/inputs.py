@@ -97,6 +97,7 @@ def read_text(path: Path, hint: str = "give a text file", characters: int | None
 
 def _cut_bytes(data: bytes) -> int:
     """Number of bytes at the end that are the beginning of an incomplete UTF-8 character."""
+    # A byte from 0xC0 on begins a character of two to four bytes, those from 0x80 on continue one.
     for count in range(1, min(4, len(data)) + 1):
         byte = data[-count]
         if byte >= 0xC0:
@@ -132,6 +133,7 @@ def decode(data: bytes, where: str) -> str:
     Raises:
         UserError: not UTF-8, or contains a NUL byte.
     """
+    # Only to explain a failure: a text may begin with the same letters, such as `BZh` or `PAR1`.
     kind, hint = next((MAGIC[m] for m in MAGIC if data.startswith(m)), (None, ""))
     try:
         text = data.decode()

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from lathe_base.errors import Code, UserError
 
 STRATEGIES = ("sampling", "greedy_search", "beam_search")
-MAX_INT = 2**63 - 1
+MAX_INT = 2**63 - 1  # Triton's parameters are 64-bit integers
 MAX_TOP = 20  # alternatives of a token, as in the OpenAI API
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000  # every new token is compared with all of them
 MAX_TOKEN_IDS = 1024  # of `stop_token_ids` and `logit_bias`
@@ -107,7 +107,7 @@ def _text(
     default: Any, allowed: Callable[[str], bool], limit: str, meaning: str, **more: Any
 ) -> Any:
     about = {"about": About(str, allowed, limit, meaning, **more)}
-    if isinstance(default, dict):
+    if isinstance(default, dict):  # dataclasses refuse a mutable default
         return field(default_factory=dict, metadata=about)
     return field(default=default, metadata=about)
 

@@ -53,6 +53,7 @@ class Bar:
 
     def seconds_left(self) -> float:
         """Until the total at the pace so far; 0 without a total."""
+        # What an earlier attempt has done says nothing about the pace of this one.
         pace = (time.monotonic() - self._started) / max(self.done - self.first, 1)
         return pace * (self.total - self.done) if self.total else 0.0
 

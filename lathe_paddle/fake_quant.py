@@ -45,6 +45,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
     """
     from paddleslim.dygraph.quant import QAT
 
+    # PaddleSlim replaces every linear of a type unless it has this attribute.
     paths = model.config.linear_names()
     for path in paths:
         layer_at(model, path).skip_quant = path not in plan.linears
@@ -73,6 +74,7 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False, moving_rate: 
     if plan.position_embedding:
         table = model.wpe.weight
         table.set_value(fake_quantize_weight(table, INT8, channel=0))
+    # A scale that is known goes on as the state of PaddleSlim's moving average.
     for name, quantizer in activation_quantizers(model):
         scale = plan.linears[name].activation_scale
         if scale:
@@ -202,6 +204,7 @@ def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, flo
             return inputs[0]
 
         hooks.append(quantizer.register_forward_post_hook(watch))
+    # In eval mode the quantizers keep their ranges, and the hooks return the input unchanged.
     training = model.training
     model.eval()
     for text in chain.from_iterable(batches):

@@ -92,13 +92,14 @@ def cut(model: GPT, settings: PruneSettings, source: Path) -> tuple[GPT, list[Ke
             "prune the dense model, or use Compress.engine=torch",
             Code.UNSUPPORTED,
         )
+    # PaddleSlim knows parameters by Paddle's names, such as `linear_7.w_0`.
     names = {name: parameter.name for name, parameter in model.named_parameters()}
     masks: dict[str, Any] = {}
     qkv, ffn = (config.architecture.column(units).name for units in ("heads", "channels"))
     for linear, n_head in ((qkv, full), (ffn, -1)):
         pruner = PRUNERS[settings.criterion](
             model,
-            [[1, min(16, config.n_positions)]],
+            [[1, min(16, config.n_positions)]],  # the shape of the tokens to trace it with
             skip_leaves=False,
             prune_type="fc",
             input_dtype="int64",

@@ -179,6 +179,7 @@ class Trainer(Loop):
         self, step: int, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags
     ) -> Callable[[], Gradients]:
         self.model.train()
+        # Processes of a tensor-parallel group have the same data rank, and drop the same units.
         seed_everything(self.recipe.Global.seed, step, self.workers.data_rank)
         losses = []
         for tokens in batches:

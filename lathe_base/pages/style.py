@@ -81,8 +81,8 @@ def styled(theme: Theme) -> Iterator[None]:
         "ytick.major.size": 0,
         "legend.frameon": False,
         "lines.solid_capstyle": "round",
-        "svg.fonttype": "none",
-        "svg.hashsalt": "lathe",
+        "svg.fonttype": "none",  # text stays text, and gets the reader's font in `draw`
+        "svg.hashsalt": "lathe",  # or ids in the SVG, and with them its bytes, would be random
     }
     with matplotlib.rc_context(settings):
         yield

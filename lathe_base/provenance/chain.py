@@ -76,12 +76,15 @@ def verify_chain(folder: Path, keys: Sequence[Path], is_vouched_for: bool = Fals
     if not attestations:
         where = f"no `{bundle.EMBEDDED}` in it" if folder.is_file() else f"no {ATTESTATIONS}"
         raise UserError(f"{folder}: no attestations: {where}", HINT, Code.UNTRUSTED)
+    # All of them have to be trusted, also any that the chain does not use.
     verifiers = [load_verifier(key) for key in keys]
     for attestation in attestations:
         if not is_vouched_for and not attestation.is_signed_by(verifiers):
             how = "not with a trusted key" if attestation.is_signed else "not signed"
             raise UserError(f"{attestation.where}: {how}", HINT, Code.UNTRUSTED)
     last = attestations[0]  # of the folder's own step
+    # The files must be those that their own step attested. The files of earlier steps are not here:
+    # their digests are compared from one statement to the next.
     for name, expected in last.statement.products.items():
         path = folder if folder.is_file() else folder / name
         if not path.is_file():

@@ -48,6 +48,7 @@ def generate(private: Path) -> Path:
             raise UserError(f"{path}: exists", "give another name, or move it away", Code.EXISTS)
     key = ec.generate_private_key(ec.SECP256R1())
     private.parent.mkdir(parents=True, exist_ok=True)
+    # The file has its mode from the start, and is never one that somebody else has put there.
     secret = key.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption())
     with os.fdopen(os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secret)

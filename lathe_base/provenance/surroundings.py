@@ -109,7 +109,7 @@ def builder() -> Builder:
 def source_digest() -> str:
     """Digest of the names and contents of Lathe's own files."""
     files = [p for part in PARTS for p in sorted((ROOT / part).rglob("*")) if p.is_file()]
-    files = [p for p in files if "__pycache__" not in p.parts]
+    files = [p for p in files if "__pycache__" not in p.parts]  # which depends on earlier imports
     return digest("".join(f"{sha256(p)}  {p.relative_to(ROOT)}\n" for p in files))
 
 
@@ -127,6 +127,7 @@ def revision() -> str | None:
         return value
     if not (ROOT / ".git").exists():
         return None
+    # A checkout with changes of its own is none of its commits.
     if _git("status", "--porcelain", "--", *PARTS) != "":
         return None
     return _git("rev-parse", "HEAD") or None

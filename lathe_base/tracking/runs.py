@@ -63,6 +63,7 @@ class TrackedStep:
         lines = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
         for name in CURVES:
             points = [(f"train.{name}", row[name], row["step"]) for row in lines if name in row]
+            # Every stride-th point, and always the last one, which a reader looks for.
             stride = math.ceil(len(points) / POINTS) or 1
             self._log(self._run, [*points[:-1:stride], *points[-1:]])
 

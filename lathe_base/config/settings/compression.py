@@ -210,6 +210,7 @@ class QuantizationSettings(Settings):
     @property
     def has_int4(self) -> bool:
         """Whether any linear may be INT4."""
+        # `int8` stands for another format, see `Format`, but never for one of 4 bits.
         return 4 in {self.weight_bits, *(FORMATS[x].bits for x in self.named - {"int8"})}
 
 

@@ -272,11 +272,12 @@ class Placements(Placement):
 
     @model_validator(mode="after")
     def _store_is_mounted(self) -> Self:
-        places = {"volumes": self.volumes}
+        # A step's own volumes replace the others, so the claim has to be among them too.
+        volumes_by_key = {"volumes": self.volumes}
         for name, step in self.steps.items():
             if "volumes" in step.model_fields_set and name not in OTHER_PODS:
-                places[f"steps.{name}.volumes"] = step.volumes
-        for key, volumes in places.items():
+                volumes_by_key[f"steps.{name}.volumes"] = step.volumes
+        for key, volumes in volumes_by_key.items():
             mounts = [volume.mount_path.rstrip("/") for volume in volumes if volume.claim]
             if self.store and not any(
                 f"{self.store}/".startswith(f"file://{mount}/") for mount in mounts
