@@ -41,19 +41,19 @@ class SamplingDefaults(BaseModel):
     def complete(self, generation: GenerationSettings) -> GenerationSettings:
         """The settings, with these in place of those that the recipe leaves out; `min_p` is not
         among them."""
-        given = generation.model_fields_set
+        explicit = generation.model_fields_set
         values = self.model_dump(exclude_none=True, exclude={"do_sample", "min_p"})
         # Greedy in any of Hugging Face's three ways. A recipe that sets a temperature, or asks for
         # several texts, samples all the same.
         if self.do_sample is False or 0 in (self.temperature, self.top_p):
             values.pop("temperature", None)
             values.pop("top_p", None)
-            if generation.num_return_sequences == 1 and "temperature" not in given:
+            if generation.num_return_sequences == 1 and "temperature" not in explicit:
                 values["decode_strategy"] = "greedy_search"
         if "top_k" in values:
             values["top_k"] = max(values["top_k"], 0)
         return generation.model_copy(
-            update={key: value for key, value in values.items() if key not in given}
+            update={key: value for key, value in values.items() if key not in explicit}
         )
 
     def for_requests(self) -> dict[str, Any]:

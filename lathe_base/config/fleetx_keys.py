@@ -85,9 +85,9 @@ FLOAT16_OPS = {"lookup_table", "lookup_table_v2"}
 
 def one_of(*values: Any) -> Callable[[Any], bool]:
     """A check whether a value is one of these, or empty; True is not 1."""
-    return lambda given: (
-        given in (None, "None")
-        or any(type(given) is type(value) and given == value for value in values)
+    return lambda setting: (
+        setting in (None, "None")
+        or any(type(setting) is type(value) and setting == value for value in values)
     )
 
 

@@ -278,7 +278,7 @@ def check_references(values: Mapping[str, Any], origins: Mapping[str, str], sour
         UserError: a resolver, at any depth, or a malformed reference.
     """
     for path, text in _texts(values):
-        where = f"{place(path, origins, source)}: {'.'.join(path)}"
+        where = f"{where_set(path, origins, source)}: {'.'.join(path)}"
         if len(text) > MAX_CHARACTERS:
             raise UserError(
                 f"{where}: a text of more than {MAX_CHARACTERS} characters with ${{...}}",
@@ -389,13 +389,13 @@ class _References:
     def _mistake(self, chain: tuple[KeyPath, ...], what: str, code: Code) -> UserError:
         first = chain[0] if chain else ()
         return UserError(
-            f"{place(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
+            f"{where_set(first, self.origins, self.source)}: {'.'.join(first)}: {what}",
             "fix the ${...}: it must name another key of the recipe",
             code,
         )
 
 
-def place(path: KeyPath, origins: Mapping[str, str], source: str) -> str:
+def where_set(path: KeyPath, origins: Mapping[str, str], source: str) -> str:
     """Where a key, or the nearest enclosing group, was set."""
     prefixes = (".".join(path[:n]) for n in range(len(path), 0, -1))
     return next((origins[prefix] for prefix in prefixes if prefix in origins), source)
@@ -417,7 +417,7 @@ def _has_reference(value: Any) -> bool:
 def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) -> UserError:
     """The first validation error, with the recipe's key names."""
     dotted = _setting(errors[0]["loc"])
-    origin = place(tuple(dotted.split(".")), origins, shown)
+    origin = where_set(tuple(dotted.split(".")), origins, shown)
     if errors[0]["type"] == "extra_forbidden" and dotted in _known_keys(Recipe):
         inner = ".".join(str(part) for part in errors[0]["loc"])
         hint = f"`lathe recipe --explain {dotted}` lists the known keys"

@@ -55,10 +55,10 @@ def _seconds(variable: str, default: float, may_be_zero: bool) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= 86400 or not (seconds or may_be_zero):
-        least = "from 0 to" if may_be_zero else "above 0 and up to"
+        bounds = "from 0 to" if may_be_zero else "above 0 and up to"
         raise UserError(
             f"{variable}={text}: not a number of seconds",
-            f"give a number {least} 86400, such as {default:g}",
+            f"give a number {bounds} 86400, such as {default:g}",
             Code.INVALID_VALUE,
         )
     return seconds

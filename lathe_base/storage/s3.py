@@ -361,11 +361,13 @@ class S3Store:
         try:
             with _translated():
                 uploads = self._client._list_multipart_uploads(self._bucket, prefix=key).uploads
-                mine = [u for u in uploads if u.object_name == key and u.upload_id]
-                if not mine:
+                unfinished = [u for u in uploads if u.object_name == key and u.upload_id]
+                if not unfinished:
                     return None
                 # An upload without a time compares as the oldest.
-                newest = max(mine, key=lambda u: (u.initiated_time is not None, u.initiated_time))
+                newest = max(
+                    unfinished, key=lambda u: (u.initiated_time is not None, u.initiated_time)
+                )
                 assert newest.upload_id is not None
                 parts: dict[int, str] = {}
                 marker: str | None = None

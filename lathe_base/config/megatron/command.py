@@ -230,7 +230,7 @@ def _tokens(text: str, source: str) -> list[str]:
     # Join continued lines; remove comments, and the number before a redirection, which is not an
     # argument. The output of a command becomes one word, whatever is in its parentheses.
     text = re.sub(r"\\\r?\n", " ", text.replace("\r\n", "\n"))
-    text = REDIRECTED.sub("", QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text))
+    text = REDIRECTED.sub("", QUOTED_OR_COMMENT.sub(lambda match: match[1] or "", text))
     for pattern in COMMAND_OUTPUT:
         text = re.sub(pattern, HIDDEN_OUTPUT, text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=OPERATORS)
@@ -240,12 +240,12 @@ def _tokens(text: str, source: str) -> list[str]:
     except ValueError:
         what = f"{source}: cannot be read as a shell script: a quote does not end"
         raise UserError(what, "give only the flags, as text or in a file", Code.MALFORMED) from None
-    found = []
+    split = []
     for token in tokens:
         # `)` and the end of a line come as one token, which an array must not swallow.
         is_operator = _is_operator(token)
-        found += list(token) if is_operator else [token.replace(HIDDEN_OUTPUT, UNKNOWN_OUTPUT)]
-    return found
+        split += list(token) if is_operator else [token.replace(HIDDEN_OUTPUT, UNKNOWN_OUTPUT)]
+    return split
 
 
 def _is_operator(token: str) -> bool:

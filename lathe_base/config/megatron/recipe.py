@@ -311,13 +311,13 @@ def _precision(command: Command) -> Iterator[tuple[str, Any, str]]:
     # DeepSpeed has a loss scaler of its own, with defaults that differ from Megatron's.
     if ds is not None:
         static, first = ds.scale, 2.0**ds.initial_power
-        window, hysteresis, least = ds.window, ds.hysteresis, ds.min_scale
+        window, hysteresis, min_scale = ds.window, ds.hysteresis, ds.min_scale
     else:
         static = command.number("loss-scale") or 0.0
         first = command.required_number("initial-loss-scale")
         window = command.required_size("loss-scale-window")
         hysteresis = command.required_size("hysteresis")
-        least = command.required_number("min-loss-scale")
+        min_scale = command.required_number("min-loss-scale")
     group = "Engine.mix_precision"
     yield f"{group}.use_dynamic_loss_scaling", not static, ""
     yield f"{group}.scale_loss", static or first, "" if static else "the dynamic scale's start"
@@ -325,8 +325,8 @@ def _precision(command: Command) -> Iterator[tuple[str, Any, str]]:
         return
     yield f"{group}.loss_scale_window", window, ""
     yield f"{group}.hysteresis", hysteresis, ""
-    if least != 1.0:
-        command.notes.append(f"the loss scale may fall to 1, not only to {least:g}")
+    if min_scale != 1.0:
+        command.notes.append(f"the loss scale may fall to 1, not only to {min_scale:g}")
 
 
 def _data_parallel(command: Command, gpus: int | None) -> int | None:

@@ -127,8 +127,8 @@ class ServingSettings(Settings):
         names = ("http_port", "grpc_port", "metrics_port", "gateway_port")
         ports = [port for name in names if (port := getattr(self, name))]
         if len(set(ports)) < len(ports):
-            given = ", ".join(f"{name} {getattr(self, name)}" for name in names)
-            raise ValueError(f"{given}: ports must differ, unless 0")
+            listed = ", ".join(f"{name} {getattr(self, name)}" for name in names)
+            raise ValueError(f"{listed}: ports must differ, unless 0")
         return self
 
 

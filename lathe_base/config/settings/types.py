@@ -145,10 +145,10 @@ def generation_bounds(name: str) -> Any:
     return Field(ge=about.range.ge, gt=about.range.gt, le=le)
 
 
-def _named(pattern: str, most: int, what: str) -> AfterValidator:
+def _named(pattern: str, max_characters: int, what: str) -> AfterValidator:
     def check(value: str) -> str:
-        if len(value) > most or not re.fullmatch(pattern, value):
-            raise ValueError(f"not {what} of at most {most} characters")
+        if len(value) > max_characters or not re.fullmatch(pattern, value):
+            raise ValueError(f"not {what} of at most {max_characters} characters")
         return value
 
     return AfterValidator(check)
