@@ -5,7 +5,8 @@ its own `AnalysisQAT` in the wrong order.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -165,28 +166,25 @@ class PaddleBatchMetric:
         values = []
         for i, tokens in enumerate(self._tokens()):
             hidden, targets = _hidden(model, tokens), tokens[:, 1:].flatten()
-            value = self._batch_metric(model, hidden, targets, i) / len(targets)
+            # In chunks of the tokens, because a float64 copy of all logits would be too large.
+            total, n = 0.0, max(1, CHUNK_ELEMENTS // model.config.vocab_size)
+            for start in range(0, len(targets), n):
+                part = slice(start, start + n)
+                logits = model.head(hidden[part])  # (n, V)
+                if self.metric == "loss":
+                    total += float(F.cross_entropy(logits, targets[part], reduction="sum"))
+                elif self.metric == "accuracy":
+                    total += int((logits.argmax(1) == targets[part]).sum())
+                else:
+                    r = paddle.matmul(self.reference[i][part], self.table, transpose_y=True)
+                    p, q = _log_softmax(r), _log_softmax(logits)
+                    total += float((p.exp() * (p - q)).sum())
+            value = total / len(targets)
             if not math.isfinite(value):
                 what = f"the model's {self.metric} is {value}"
                 raise UserError(what, "use an earlier checkpoint", Code.NOT_FINITE)
             values.append(value)
         return values
-
-    def _batch_metric(self, model: GPT, hidden: Tensor, targets: Tensor, i: int) -> float:
-        """The sum of the metric over the tokens of batch i."""
-        total, n = 0.0, max(1, CHUNK_ELEMENTS // model.config.vocab_size)
-        for start in range(0, len(targets), n):
-            part = slice(start, start + n)
-            logits = model.head(hidden[part])  # (n, V)
-            if self.metric == "loss":
-                total += float(F.cross_entropy(logits, targets[part], reduction="sum"))
-            elif self.metric == "accuracy":
-                total += int((logits.argmax(1) == targets[part]).sum())
-            else:
-                r = paddle.matmul(self.reference[i][part], self.table, transpose_y=True)
-                p, q = _log_softmax(r), _log_softmax(logits)
-                total += float((p.exp() * (p - q)).sum())
-        return total
 
     def _tokens(self) -> list[Tensor]:
         """(B, T + 1) each."""
@@ -203,32 +201,32 @@ def _hidden(model: GPT, tokens: Tensor) -> Tensor:
     return model.hidden(tokens[:, :-1]).flatten(0, 1)
 
 
-class _watching:
+@contextmanager
+def _watching(
+    model: GPT, names: Sequence[str], watch: Callable[[str, Tensor], None]
+) -> Iterator[None]:
     """Call `watch(name, x)` with the input of each linear in `names`, which may include the
     head."""
 
-    def __init__(
-        self, model: GPT, names: Sequence[str], watch: Callable[[str, Tensor], None]
-    ) -> None:
-        self.model, self.names, self.watch = model, names, watch
+    def before(name: str) -> Callable[..., None]:
+        return lambda _, inputs: watch(name, inputs[0])
 
-    def __enter__(self) -> None:
-        def before(name: str) -> Callable[..., None]:
-            return lambda _, inputs: self.watch(name, inputs[0])
+    def after(_: Any, inputs: Any, output: Tensor) -> None:
+        watch(HEAD, output)
 
-        def after(_: Any, inputs: Any, output: Tensor) -> None:
-            self.watch(HEAD, output)
-
-        self.hooks = [
-            fake_quant.layer_at(self.model, name).register_forward_pre_hook(before(name))
-            for name in self.names
-            if name != HEAD
-        ]
-        if HEAD in self.names:
-            self.hooks.append(self.model.ln_f.register_forward_post_hook(after))
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self.hooks:
+    hooks = [
+        fake_quant.layer_at(model, name).register_forward_pre_hook(before(name))
+        for name in names
+        if name != HEAD
+    ]
+    # The head has no layer of its own: its weight is the embedding, and its input is the last norm's
+    # output.
+    if HEAD in names:
+        hooks.append(model.ln_f.register_forward_post_hook(after))
+    try:
+        yield
+    finally:
+        for hook in hooks:
             hook.remove()
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 from lathe.backends.paddle_names import by_head, by_projection
-from lathe.model.config import GPTConfig, require_gpt2
+from lathe.model.config import require_gpt2
 from lathe.model.folder import (
     WEIGHTS,
     CheckpointFolder,
@@ -79,9 +79,13 @@ def save_checkpoint(
     `config.json`."""
 
     def write_weights(path: Path) -> None:
-        files = to_files(weights or float_weights(model), model.config)
-        prefix = model.config.architecture.prefix
-        save_file({prefix + name: array for name, array in files.items()}, path, {"format": "pt"})
+        family, head_dim = model.config.architecture, model.config.head_dim
+        files = {}
+        for name, array in (weights or float_weights(model)).items():
+            # Hugging Face's files have all of q first, this model q, k and v of each head.
+            array = by_projection(array, head_dim) if family.is_fused(name) else array
+            files[family.prefix + name] = array
+        save_file(files, path, {"format": "pt"})
 
     write_folder(
         folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics, "paddle"
@@ -115,12 +119,3 @@ def set_weights(model: GPT, weights: Mapping[str, NDArray[Any]], path: Path) -> 
         if not np.isfinite(weights[name]).all():
             raise non_finite(path, name)
         parameter.set_value(paddle.to_tensor(np.ascontiguousarray(weights[name], np.float32)))
-
-
-def to_files(weights: Arrays, config: GPTConfig) -> Arrays:
-    """The weights with qkv in HF's order, all of q first."""
-    is_fused = config.architecture.is_fused
-    return {
-        name: by_projection(array, config.head_dim) if is_fused(name) else array
-        for name, array in weights.items()
-    }

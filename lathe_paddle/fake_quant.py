@@ -181,11 +181,6 @@ def scales(model: GPT) -> dict[str, float]:
     }
 
 
-def with_scales(model: GPT, plan: QuantizationPlan) -> QuantizationPlan:
-    """The plan with the ranges that the model has now."""
-    return plan.with_scales(scales(model))
-
-
 @paddle.no_grad()
 def calibrate(model: GPT, batches: Iterable[NDArray[np.int64]]) -> dict[str, float]:
     """Set every range to the mean of the largest magnitudes in each text of `batches` (B, T), with

@@ -61,8 +61,8 @@ def quantize(
                 fake_quant.share_ranges(trainable)
 
         def before_save(whole: GPT) -> None:
-            plan_now = fake_quant.with_scales(whole, plan)
-            whole.config = whole.config.with_quantization(plan_now)
+            trained = plan.with_scales(fake_quant.scales(whole))
+            whole.config = whole.config.with_quantization(trained)
 
         return TrainingJob(
             "quantize", trainable, start.tokenizer, parent.path, after_step, before_save

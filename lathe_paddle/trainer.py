@@ -325,11 +325,18 @@ class GradientSums:
             for parameter, owner in self._owners():
                 parameter._register_backward_hook(self._reduce(parameter, owner))
 
+    @paddle.no_grad()
     def sum(self) -> None:
         """Complete the sums; call it after the last backward pass of a step."""
-        workers = self.workers
-        if workers.data_size > workers.sharding:
-            _all_reduce([p.grad for p in self.owned if p.grad is not None], workers.replicas)
+        if self.workers.data_size <= self.workers.sharding:
+            return
+        # In one message for all gradients.
+        gradients = [p.grad for p in self.owned if p.grad is not None]
+        flat = paddle.concat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=self.workers.replicas)
+        parts = paddle.split(flat, [gradient.size for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.set_value(part.reshape(gradient.shape))
 
     @paddle.no_grad()
     def publish(self) -> None:
@@ -360,16 +367,6 @@ def assign(sizes: Sequence[int], parts: int) -> list[int]:
         owner[index] = load.index(min(load))
         load[owner[index]] += sizes[index]
     return owner
-
-
-@paddle.no_grad()
-def _all_reduce(gradients: Sequence[Tensor], group: Any) -> None:
-    """Sum in place, in one message."""
-    flat = paddle.concat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    parts = paddle.split(flat, [gradient.size for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.set_value(part.reshape(gradient.shape))
 
 
 def write_state(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:
