@@ -219,8 +219,8 @@ def _watching(
         for name in names
         if name != HEAD
     ]
-    # The head has no layer of its own: its weight is the embedding, and its input is the last norm's
-    # output.
+    # The head has no layer of its own: its weight is the embedding, its input what the last norm
+    # puts out.
     if HEAD in names:
         hooks.append(model.ln_f.register_forward_post_hook(after))
     try:

@@ -85,7 +85,8 @@ def launch(command: Sequence[str], shape: LaunchShape) -> None:
         raised = [
             json.loads(path.read_text(encoding="utf-8")) for path in Path(logs).glob(f"{OUTCOME}*")
         ]
-        if raised:  # if one fails, the others are asked to save and end
+        # If one fails, the others are asked to save and end: its error counts.
+        if raised:
             raise rebuild_error(
                 **min(raised, key=lambda outcome: outcome["status"] == Preempted.status)
             )

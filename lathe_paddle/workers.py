@@ -110,6 +110,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     dp, mp, sharding = degrees(recipe.Distributed, size)
     paddle.set_device(choose_device(recipe))
     require_device(recipe)
+    # One process needs no group; tensor parallelism needs fleet; otherwise plain groups are enough.
     if size == 1:
         yield Workers()
         return

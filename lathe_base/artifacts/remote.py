@@ -65,7 +65,7 @@ def output_path(text: str | Path) -> tuple[Path, "Mirror | None"]:
     from lathe_base.artifacts.mirror import Mirror
     from lathe_base.storage import claim_address
 
-    claim_address(uri)
+    claim_address(uri)  # before the stage, which may take days
     path.parent.mkdir(parents=True, exist_ok=True)
     mirror = Mirror.make(path, uri)
     mirror.restore()

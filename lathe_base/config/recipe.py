@@ -131,6 +131,7 @@ def _read(name: str | Path) -> tuple[_Layer, str]:
 def _find(name: str | Path) -> Path:
     file_name = str(name)
     wrong = "" if file_name else ": an empty name"
+    # A file wins over a built-in recipe of the same name.
     try:
         path = _real(file_name)
         if file_name and path.is_file():
@@ -419,6 +420,7 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) ->
     dotted = _setting(errors[0]["loc"])
     origin = where_set(tuple(dotted.split(".")), origins, shown)
     if errors[0]["type"] == "extra_forbidden" and dotted in _known_keys(Recipe):
+        # Inside a list or a mapping, of which `dotted` is the setting.
         inner = ".".join(str(part) for part in errors[0]["loc"])
         hint = f"`lathe recipe --explain {dotted}` lists the known keys"
         return UserError(f"{origin}: unknown key {printable(inner)}", hint, Code.UNKNOWN_KEY)
@@ -426,6 +428,7 @@ def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) ->
         near = difflib.get_close_matches(dotted[:80], _known_keys(Recipe), 1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else "`lathe recipe` prints every known key"
         return UserError(f"{origin}: unknown key {printable(dotted)}", hint, Code.UNKNOWN_KEY)
+    # A union gives an error for each of its members.
     same = [e for e in errors if _setting(e["loc"]) == dotted]
     reasons = " or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same))
     is_group = errors[0]["type"] == "model_type" or isinstance(errors[0]["input"], dict)

@@ -45,6 +45,7 @@ class Mistake(Exception):
 class _Loader(yaml.SafeLoader):
     """In Python, because libyaml's bindings overflow the stack on a text of brackets."""
 
+    # None of YAML 1.1's; those of `_PLAIN` are added below.
     yaml_implicit_resolvers = {}  # noqa: RUF012 (a class's own, as yaml has it)
     level = 0
 
@@ -113,7 +114,7 @@ class _Dumper(yaml.SafeDumper):
     line breaks, which would be read as spaces."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        return True
+        return True  # or a list that occurs twice would be written as an anchor and an alias
 
 
 def _represent(dumper: _Dumper, text: str) -> yaml.Node:

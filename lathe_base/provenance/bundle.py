@@ -254,7 +254,7 @@ class Attestation:
 
         try:
             return bool(self.envelope.verify(list(keys), 1))
-        except (VerificationError, ValueError):
+        except (VerificationError, ValueError):  # ValueError: there are no keys
             return False
 
     def signed(self, signer: "CryptoSigner") -> "Attestation":

@@ -116,7 +116,7 @@ def sign(folder: Path, signer: Signer, ignored: Collection[str] = ()) -> Path:
             raise
         except Exception as error:  # of Sigstore's client, or of a parser of certificates
             if signer.key and not signer.certificate:
-                raise
+                raise  # `config` has checked the key, so this is a bug and keeps its traceback
             raise UserError(
                 f"{folder}: cannot be signed: {_first_line(error)}",
                 signer.hint,

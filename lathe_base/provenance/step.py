@@ -315,6 +315,7 @@ def material(name: str, path: Path) -> Resource:
 
 
 def _is_verdict(path: Path) -> bool:
+    # A verdict has some kilobytes; other inputs, such as a corpus, are not read for this.
     if not path.is_file() or path.stat().st_size > 1 << 24:
         return False
     try:

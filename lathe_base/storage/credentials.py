@@ -83,6 +83,7 @@ def _source() -> str:
 
     A secret that is mounted if there is one gives way to an identity of the pod's own.
     """
+    # What is set for this process comes first, then what the machine may offer to any process.
     source = next((name for name in (SECRET_DIR, *KEYS, IDENTITY) if os.environ.get(name)), "")
     if source == SECRET_DIR and not Path(os.environ[SECRET_DIR], "accesskey").exists():
         source = next((name for name in (IDENTITY, *CONTAINER) if os.environ.get(name)), source)

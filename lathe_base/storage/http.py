@@ -75,13 +75,15 @@ def validator(uri: str) -> str | None:
 def _answer(method: str, uri: str) -> Iterator[BaseHTTPResponse]:
     """The response, after redirects, with an unread body."""
     for _ in range(MAX_REDIRECTS):
+        # Redirects are followed here, so that every address is checked before it is asked, and gets
+        # the proxy of its own host.
         response = pool(1, address=uri).request(
             *(method, uri),
             headers={"User-Agent": "lathe"},
             retries=False,
             redirect=False,
             preload_content=False,
-            decode_content=False,
+            decode_content=False,  # the file as it is, which may be compressed
         )
         with closing(response):
             location = response.get_redirect_location()

@@ -68,6 +68,7 @@ class StoreProbe:
 
     def multipart(self) -> str:
         """Upload an object in two parts."""
+        # Only the last part may be smaller than 5 MiB.
         parts = [bytes(PART_BYTES), TEXT]
         size = sum(map(len, parts))
         sent: list[Sent] = []

@@ -309,6 +309,7 @@ class Command:
         values = self.flags.get(flag)
         if values is None:
             return None
+        # Only now that the value is needed: other flags may have any.
         for value in values:
             if why := self.variables.why_unknown(value):
                 raise UserError(f"{self.source}: --{flag}: {why}", UNDECIDED, Code.INCOMPLETE)

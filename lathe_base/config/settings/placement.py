@@ -133,6 +133,7 @@ class Toleration(Settings):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        # The rules of Kubernetes' API server, which would refuse the pods in the middle of a run.
         if self.operator == "Exists" and self.value:
             raise ValueError("a toleration whose operator is Exists has no value")
         if self.operator == "Equal" and not self.key:
