@@ -90,35 +90,34 @@ class TrackedStep:
 
 def open_step(task: Task, parameters: Mapping[str, object]) -> TrackedStep:
     """Start the run of a step, or continue it if the step is retried."""
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    for variable, default in DEFAULTS.items():
+        os.environ.setdefault(variable, default)
     from mlflow import MlflowClient
     from mlflow.entities import Param
+    from mlflow.exceptions import MlflowException
 
     client = MlflowClient()
-    experiment = _experiment(client, os.environ.get(EXPERIMENT) or "lathe")
+    name = os.environ.get(EXPERIMENT) or "lathe"
+    for _ in range(2):  # another step may create it at the same moment
+        if existing := client.get_experiment_by_name(name):
+            experiment = str(existing.experiment_id)
+            break
+        try:
+            experiment = str(client.create_experiment(name))
+            break
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+    else:
+        raise RuntimeError(f"the experiment {name} does not exist and cannot be created")
     tags = {RUN: task.run}
     parent = _run(client, experiment, tags, f"{task.pipeline} {task.run}")
     tags = {PARENT: parent, STEP: task.step}
     run = _run(client, experiment, tags, task.step)
-    values = [Param(name, str(value)) for name, value in parameters.items()]
+    values = [Param(key, str(value)) for key, value in parameters.items()]
     for some in _batches(values, PARAMETERS_AT_ONCE):
         client.log_batch(run, params=some)
     return TrackedStep(client, task, parent, run)
-
-
-def _experiment(client: Any, name: str) -> str:
-    from mlflow.exceptions import MlflowException
-
-    for _ in range(2):  # another step may create it at the same moment
-        if experiment := client.get_experiment_by_name(name):
-            return str(experiment.experiment_id)
-        try:
-            return str(client.create_experiment(name))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-    raise RuntimeError(f"the experiment {name} does not exist and cannot be created")
 
 
 def _run(client: Any, experiment: str, tags: dict[str, str], name: str) -> str:
