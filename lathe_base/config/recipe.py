@@ -506,7 +506,7 @@ def recipe_as_text(recipe: Recipe) -> str:
     groups = recipe.model_dump(mode="json", exclude_unset=True).items()
     # A group of which other keys were set is empty here.
     values = _sorted({name: group for name, group in groups if group})
-    keys = []  # groups, and the single keys of groups that the recipe has in part
+    keys: list[str] = []  # groups, and the single keys of groups that the recipe has in part
     for name in recipe.__dict__:
         group = getattr(recipe, name)
         is_whole = group.__dict__.keys() == type(group).model_fields.keys()
