@@ -4,6 +4,7 @@ Slow imports are made in the fixtures that need them, since most test files do n
 """
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import hypothesis
 import pytest
 import tenacity
 
-from tests.support import environments
+from tests.support import environments, warm_server
 from tests.support.once import once
 
 if TYPE_CHECKING:
@@ -46,6 +47,18 @@ os.environ["LATHE_NETWORK_PATIENCE"] = "0"
 # Wait a twentieth of the time between two attempts: the servers of the tests are near.
 tenacity.nap.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20))
 
+# The clients of Kubernetes and Pipelines set the levels of two loggers for every object that they
+# read, and each time logging empties the caches of all loggers, which are thousands with torch.
+_set_level = logging.Logger.setLevel
+
+
+def _set_other_level(logger: logging.Logger, level: int | str) -> None:
+    if level != logger.level:
+        _set_level(logger, level)
+
+
+logging.Logger.setLevel = _set_other_level  # type: ignore[method-assign]
+
 # The models are too small for a second thread, which would only spin on another test's core.
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -61,6 +74,11 @@ LONG += ("train/", "compress/", "search/", "paddle/")
 TIMED = ("launch/", "release/", "serve/")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    if session.config.getoption("forks", 0) and not session.config.option.collectonly:
+        warm_server.prepare()  # on the core that the collection leaves idle
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the markers

@@ -27,12 +27,14 @@ def test_after():
 
 
 @pytest.mark.slow
-def test_what_fails_runs_again_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("early", ["1", "500"])
+def test_what_fails_runs_again_alone(early: str, tmp_path: Path) -> None:
     for name in ("test_a.py", "test_b.py"):
         folder = tmp_path / name[:-3]
         folder.mkdir()
         (folder / name).write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.forks", "--forks", "2"]
+    command += ["--early", early]
     found = subprocess.run(
         [*command, "-c", "/dev/null", f"--rootdir={tmp_path}", tmp_path],
         capture_output=True,

@@ -3,6 +3,7 @@
 A Markdown page has a seal at its end, by which edited files are recognized and never overwritten.
 """
 
+import functools
 import hashlib
 import re
 from importlib.resources import files
@@ -29,6 +30,11 @@ def render_markdown(template: str, **values: Any) -> str:
 
     The filter `cell` escapes text for a table cell.
     """
+    return seal(_environment().get_template(template).render(**values).rstrip() + "\n\n")
+
+
+@functools.cache  # it keeps the compiled templates: every checkpoint has a card
+def _environment() -> Environment:
     environment = Environment(
         loader=TEMPLATES,
         undefined=StrictUndefined,
@@ -36,7 +42,7 @@ def render_markdown(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters["cell"] = lambda value: " ".join(str(value).split()).replace("|", "\\|")
-    return seal(environment.get_template(template).render(**values).rstrip() + "\n\n")
+    return environment
 
 
 def seal(text: str) -> str:

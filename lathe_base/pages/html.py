@@ -2,6 +2,7 @@
 light and a dark version."""
 
 import base64
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,16 +36,24 @@ def picture(title: str, alt: str, paint: Callable[[Theme], str]) -> Picture:
 
 def render(template: str, title: str, **values: Any) -> str:
     """Render a template, named by its package and its path inside."""
-    environment = Environment(
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            version=__version__,
+            written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            **values,
+        )
+    )
+
+
+@functools.cache  # it keeps the compiled templates
+def _environment() -> Environment:
+    return Environment(
         loader=TEMPLATES,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    return environment.get_template(template).render(
-        title=title,
-        version=__version__,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        **values,
     )

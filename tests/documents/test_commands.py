@@ -30,13 +30,19 @@ def named(calls: list[Call]) -> Any:
     return pytest.mark.parametrize(("page", "words"), calls, ids=ids)
 
 
+@cache
+def whole() -> Any:
+    """The command line with all verbs."""
+    return typer.main.get_command(app)
+
+
 def parse(words: list[str]) -> tuple[Any, dict[str, Any]]:
     """Parse a command line into the verb's command and its unconverted options by name.
 
     Raises:
         Exception: unknown verb or option, from the command line's parser.
     """
-    command: Any = typer.main.get_command(app)
+    command: Any = whole()
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
     values, rest, _ = command.make_parser(typer.Context(command)).parse_args(words)

@@ -5,6 +5,7 @@ The list is short, so that nearly every match is wrong: rephrase the sentence.
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,18 +13,24 @@ import pytest
 from tests.documents.pages import ROOT, TEXTS, prose
 from tests.support.sources import python_files
 
-PHRASES = re.compile(
-    r"nats a token|tokens? a second|one a token"  # per token, per second
-    r"|\bin a circle\b|\bmend (?:it|the|your)\b|\bprovably\b|\bin vain\b|\btalkative\b"
-    r"|\bwithout a meaning\b|\bas ever\b|\bat hand\b"
-    r"|\bto the same bits\b|\bgoes on (?:to|with|from)\b"
-    r"|\b(?:are|is) told (?:of|apart)\b|\bhas not the\b|\bmay not ask\b"
-    r"|\bis no (?:name|file|folder|address|number|text|list|object|token|model|mapping|digest)\b"
-    r"|\bmade anew\b|\bthat there (?:is|are) not\b|\bhalf written\b"
-    r"|\botherwise than\b|\bpassed over\b|\bbeside other work\b|\bagain and again\b"
-    r"|\b(?:GB|documents?|objects?|envelopes?|micro-batches) an? (?:GPU|step|process|line|second)\b"
-    r"|\b(?:is|are) asked for\b|\bOpenAI's interface\b"
-)
+PHRASES = [
+    re.compile(rf"{phrase}\b")  # each begins with text, which Python finds 20 times as fast
+    for phrase in (
+        *("nats a token", "tokens? a second", "one a token"),  # per token, per second
+        *("in a circle", "mend (?:it|the|your)", "provably", "in vain", "talkative"),
+        *("without a meaning", "as ever", "at hand"),
+        *("to the same bits", "goes on (?:to|with|from)"),
+        *("are told (?:of|apart)", "is told (?:of|apart)", "has not the", "may not ask"),
+        "is no (?:name|file|folder|address|number|text|list|object|token|model|mapping|digest)",
+        *("made anew", "that there (?:is|are) not", "half written"),
+        *("otherwise than", "passed over", "beside other work", "again and again"),
+        *(
+            rf"{what} an? (?:GPU|step|process|line|second)"
+            for what in ("GB", "documents?", "objects?", "envelopes?", "micro-batches")
+        ),
+        *("is asked for", "are asked for", "OpenAI's interface"),
+    )
+]
 NAMES = re.compile(
     r"_*(?:MOST|LEAST|LONGEST|SHORTEST)(?:_\w+)?"  # MAX_ and MIN_, with a unit
     r"|(?!(?:one|type|shape|index|best)_of)[a-z]\w*_of"  # a noun phrase or a verb
@@ -37,11 +44,18 @@ def code() -> list[Path]:
     return [path for path in paths if path != Path(__file__)]  # which quotes the phrases
 
 
+def phrases(text: str) -> list[str]:
+    """The unidiomatic phrases in a text."""
+    found = [match for phrase in PHRASES for match in phrase.finditer(text)]
+    return [match[0] for match in found if not text[match.start() - 1 : match.start()].isalnum()]
+
+
 def plain(text: str) -> str:
     """Join a text to one line, without the quotes between parts of a string."""
     return re.sub(r"\"\s+f?\"|\s+", " ", text)
 
 
+@cache
 def identifiers(path: Path) -> set[str]:
     """Names in a Python file, also those in strings."""
     return set(re.findall(r"\b[^\W\d]\w*", path.read_text(encoding="utf-8")))
@@ -54,26 +68,22 @@ def words(name: str) -> str:
 
 @pytest.mark.parametrize("page", [page for page in TEXTS if page != "CHANGELOG.md"])
 def test_pages_are_in_plain_words(page: str) -> None:
-    found = PHRASES.findall(plain(prose(TEXTS[page])))
+    found = phrases(plain(prose(TEXTS[page])))
     assert not found, f"{page}: {found}"
 
 
 def test_code_is_in_plain_words() -> None:
     found = {
-        str(path.relative_to(ROOT)): phrases
+        str(path.relative_to(ROOT)): wrong
         for path in code()
-        if (phrases := PHRASES.findall(plain(path.read_text(encoding="utf-8"))))
+        if (wrong := phrases(plain(path.read_text(encoding="utf-8"))))
     }
     assert not found
 
 
 def test_identifiers_are_in_plain_words() -> None:
-    private = {
-        str(path.relative_to(ROOT)): names
-        for path in code()
-        if (names := sorted(name for name in identifiers(path) if PHRASES.search(words(name))))
-    }
-    assert not private
+    names = sorted(set().union(*map(identifiers, code())))
+    assert not phrases("\n".join(map(words, names)))
 
 
 def test_limits_and_functions_have_plain_names() -> None:

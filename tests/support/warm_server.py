@@ -26,6 +26,7 @@ from tests.support import warm
 
 LEASES: list[socket.socket] = []
 """Open connections of this process, which keep the servers running."""
+KEEPERS: list[subprocess.Popen[bytes]] = []
 
 
 @cache
@@ -51,6 +52,16 @@ def address(python: str) -> Path:
     lease.sendall(bytes(8))
     LEASES.append(lease)
     return path
+
+
+def prepare() -> None:
+    """Begin to start the server for this interpreter; another process keeps it running for as long
+    as this one and its forks run."""
+    command = [sys.executable, "-m", "tests.support.warm_server"]
+    root = Path(__file__).parents[2]
+    keeper = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, start_new_session=True)
+    keeper.returncode = 0  # it outlives this process by a moment: no warning
+    KEEPERS.append(keeper)
 
 
 class Request(NamedTuple):
@@ -212,4 +223,8 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1:]:
+        main(sys.argv[1])
+    else:
+        address(sys.executable)
+        sys.stdin.read()

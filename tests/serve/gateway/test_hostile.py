@@ -201,7 +201,7 @@ def framing() -> Iterator[Case]:
     whole = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     yield Case("chunks", raw(CHUNKED, whole), (200,))
     yield Case("chunks of one byte", raw(CHUNKED, chunks(body)), (200,))
-    yield Case("too many chunks", raw(CHUNKED, chunks(b" " * 600_000)), (413,))
+    yield Case("too many chunks", raw(CHUNKED, chunks(b" ", 600_000)), (413,))
     yield Case("a chunk whose length lies", raw(CHUNKED, b"5\r\n" + whole), BAD)
     yield Case("a chunk whose length not a number", raw(CHUNKED, b"zz\r\nab\r\n0\r\n\r\n"), BAD)
     yield Case("a chunk of 2^84 bytes", raw(CHUNKED, b"f" * 21 + b"\r\nx"), (400, 413))
@@ -230,8 +230,9 @@ def framing() -> Iterator[Case]:
     yield Case("a byte at a time", trickle, (200,))
 
 
-def chunks(body: bytes) -> bytes:
-    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+def chunks(body: bytes, times: int = 1) -> bytes:
+    """The body so many times, a byte in each chunk."""
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) * times + b"0\r\n\r\n"
 
 
 def heads() -> Iterator[Case]:
