@@ -12,7 +12,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from lathe_serving.restricted import restrictions
+from lathe_serving.environment import restrictions
 from lathe_serving.stubs import ended_stubs
 
 REPOSITORY = "/models"

@@ -3,6 +3,7 @@ what the binary needs to start."""
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from contextlib import suppress
@@ -29,6 +30,9 @@ VLLM_HINT = (
 TRITON_OF_WHEEL = {"0.7.0": "2.51.0"}
 VULNERABLE = {"2.51.0"}
 """Versions with published vulnerabilities, which `lathe audit` lists."""
+
+RESTRICTED = "model-repository,shared-memory,trace,logging"
+"""Triton endpoints that clients cannot access, over HTTP and gRPC."""
 
 _DESCRIBE = """
 import importlib.metadata, importlib.util, json, sys, sysconfig
@@ -119,6 +123,14 @@ class ServeEnvironment:
                     Code.EXISTS,
                 ) from None
         return folder
+
+
+def restrictions() -> list[str]:
+    """Options that make tritonserver reject requests to `RESTRICTED` without a new key, which its
+    command line shows, in the header `triton-admin` (HTTP) or `triton-grpc-protocol-triton-admin`
+    (gRPC). The Deployment has the same, with a key from a Secret."""
+    needed = f"{RESTRICTED}:triton-admin={secrets.token_hex(32)}"
+    return [f"--http-restricted-api={needed}", f"--grpc-restricted-protocol={needed}"]
 
 
 def unlink_backends(folder: Path) -> None:

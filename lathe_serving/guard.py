@@ -25,8 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lathe_serving.shared_memory import clear_shared_memory
-from lathe_serving.stubs import ended_stubs
+from lathe_serving.stubs import clear_shared_memory, ended_stubs
 
 GRACE_SECONDS = 10.0
 GATEWAY_SECONDS = 5.0  # for the gateway to answer what it has
@@ -49,12 +48,14 @@ def main() -> None:
         gateway.stop()
         server.stop()
 
+    # On a thread: the handler itself interrupts `server.run`, which may hold the very locks that
+    # `stop` needs, and would wait for them forever.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop).start())
     threading.Thread(target=_watch, args=(owner, server, stop), daemon=True).start()
     server.run()
     gateway.stop()
     clear_shared_memory(shared_memory)
-    os.killpg(os.getpid(), signal.SIGKILL)
+    os.killpg(os.getpid(), signal.SIGKILL)  # what is left of the gateway, and this process itself
 
 
 class Server:
@@ -88,7 +89,15 @@ class Server:
             began = time.monotonic()
             self._process = self._start()
             self._restarts += 1
-            self._tell()
+            # Clients and `stop` find the server by the process id in the state file.
+            from lathe_base.errors import UserError  # only now: this process is to be small
+            from lathe_serving.state import Process, read
+
+            with suppress(UserError, OSError):  # the file is somebody else's; it has ended again
+                if state := read(self._folder):
+                    server = Process.of(self._process.pid)
+                    new = {"server": server, "restarts": self._restarts}
+                    state.model_copy(update=new).write(self._folder)
             if self._is_over.is_set():  # meanwhile
                 self._process.terminate()
         self._kill_remaining()
@@ -122,20 +131,8 @@ class Server:
         return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, process_group=0)
 
     def _kill_remaining(self) -> None:
-        with suppress(ProcessLookupError):  # the stubs of its Python models
+        with suppress(ProcessLookupError):  # the stubs of its Python models, which are in its group
             os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _tell(self) -> None:
-        """Write the new process id to the state file."""
-        from lathe_base.errors import UserError  # only now: this process is to be small
-        from lathe_serving.process import Process
-        from lathe_serving.state import read
-
-        with suppress(UserError, OSError):  # the file is somebody else's; it has ended again
-            if state := read(self._folder):
-                server = Process.of(self._process.pid)
-                new = {"server": server, "restarts": self._restarts}
-                state.model_copy(update=new).write(self._folder)
 
 
 class GatewayProcess:

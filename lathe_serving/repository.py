@@ -68,11 +68,27 @@ def write_models(
     Args:
         exports: export folders by the names of their models, which replace `serving.model_name`.
     """
+    # All are checked before anything is written.
     opened = {name: _open(exported, serving) for name, exported in exports.items()}
     with atomic_folder(output, REPOSITORY) as work:
         for name, exported in exports.items():
-            named = serving.model_copy(update={"model_name": name})
-            _write_model(work, exported, opened[name], named, generation)
+            metadata, named = opened[name], serving.model_copy(update={"model_name": name})
+            # The model that generates: the export, beside the code and settings that load it.
+            model = work / name / "1"
+            model.mkdir(parents=True)
+            for file in (EXPORT.metadata_file, *(metadata.files or NEEDED)):
+                (model / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(exported / file, model / file)
+            shutil.copyfile(MODEL_PY, model / "model.py")
+            defaults = _defaults(generation, exported)
+            config = _config(named, generation.max_dec_len, defaults, metadata.sha256)
+            (model.parent / "config.pbtxt").write_text(config, encoding="utf-8")
+            # The model that scores has no files: it reads those of the other.
+            scores = work / score_name(name) / "1"
+            scores.mkdir(parents=True)
+            shutil.copyfile(SCORE_PY, scores / "model.py")
+            config = _score_config(named, metadata.sha256)
+            (scores.parent / "config.pbtxt").write_text(config, encoding="utf-8")
         written = json.dumps({"kind": REPOSITORY.name})
         (work / REPOSITORY.metadata_file).write_text(written, encoding="utf-8")
     return output
@@ -105,29 +121,6 @@ def _open(exported: Path, serving: ServingSettings) -> ExportMetadata:
                 Code.WRONG_KIND,
             )
     return metadata
-
-
-def _write_model(
-    work: Path,
-    exported: Path,
-    metadata: ExportMetadata,
-    serving: ServingSettings,
-    generation: GenerationSettings,
-) -> None:
-    model = work / serving.model_name
-    (model / "1").mkdir(parents=True)
-    for name in (EXPORT.metadata_file, *(metadata.files or NEEDED)):
-        (model / "1" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(exported / name, model / "1" / name)
-    shutil.copyfile(MODEL_PY, model / "1" / "model.py")
-    defaults = _defaults(generation, exported)
-    config = _config(serving, generation.max_dec_len, defaults, metadata.sha256)
-    (model / "config.pbtxt").write_text(config, encoding="utf-8")
-    scores = work / score_name(serving.model_name)
-    (scores / "1").mkdir(parents=True)
-    shutil.copyfile(SCORE_PY, scores / "1" / "model.py")
-    config = _score_config(serving, metadata.sha256)
-    (scores / "config.pbtxt").write_text(config, encoding="utf-8")
 
 
 def require_whole(repository: Path) -> None:

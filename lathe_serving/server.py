@@ -17,11 +17,22 @@ from lathe_base.errors import Code, StageError, UserError
 from lathe_base.ports import free_port
 from lathe_base.progress import bar
 from lathe_serving import state as serve_state
-from lathe_serving.environment import ServeEnvironment, find_environment, with_vllm
-from lathe_serving.process import Process
+from lathe_serving.environment import (
+    ServeEnvironment,
+    find_environment,
+    restrictions,
+    with_vllm,
+)
 from lathe_serving.repository import served_runtimes
-from lathe_serving.restricted import restrictions
-from lathe_serving.state import BACKENDS, HOST, LOG_FILE, LOOPBACK, STATE_FILE, ServerState
+from lathe_serving.state import (
+    BACKENDS,
+    HOST,
+    LOG_FILE,
+    LOOPBACK,
+    STATE_FILE,
+    Process,
+    ServerState,
+)
 
 log = logging.getLogger("lathe")
 
@@ -108,6 +119,7 @@ def start(
             "run `make stop`",
             Code.IN_USE,
         )
+    # Free now: the sockets that prove it are closed again before Triton binds the ports.
     ports = free_ports(serving, with_gateway)
     folder.mkdir(parents=True, exist_ok=True)
     shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
@@ -121,6 +133,7 @@ def start(
         command += ["--", *_gateway(environment, repository.absolute(), folder, ports)]
     guard, owner = _spawn(environment, shared_memory, command, folder)
     try:
+        # The guard tells the server's process id on its socket, or closes it if there is none.
         state = ServerState(
             server=_process(int(owner.makefile().readline() or 0), folder / LOG_FILE),
             guard=_process(guard.pid, folder / LOG_FILE),
@@ -242,9 +255,18 @@ def _process(pid: int, log_path: Path) -> Process:
 def _wait_ready(
     state: ServerState, guard: subprocess.Popen[bytes], log_path: Path, timeout_seconds: float
 ) -> None:
+    addresses = [f"http://{state.http}/v2/health/ready"]
+    if state.gateway_port:
+        addresses.append(f"http://{HOST}:{state.gateway_port}/health")
     started = time.monotonic()
     with bar("wait for tritonserver (seconds)") as waited:
-        while not _is_ready(state):
+        while True:
+            try:
+                for address in addresses:
+                    LOOPBACK.open(address, timeout=1).close()
+                return
+            except (OSError, HTTPException):
+                pass  # it does not listen yet, or answers that it is not ready
             seconds = time.monotonic() - started
             if guard.poll() is not None:
                 raise StageError(
@@ -257,18 +279,6 @@ def _wait_ready(
                 )
             waited.advance(int(seconds) - waited.done)
             time.sleep(POLL_SECONDS)
-
-
-def _is_ready(state: ServerState) -> bool:
-    addresses = [f"http://{state.http}/v2/health/ready"]
-    if state.gateway_port:
-        addresses.append(f"http://{HOST}:{state.gateway_port}/health")
-    try:
-        for address in addresses:
-            LOOPBACK.open(address, timeout=1).close()
-    except (OSError, HTTPException):
-        return False
-    return True
 
 
 def _tail(log_path: Path) -> str:

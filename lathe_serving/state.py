@@ -1,12 +1,15 @@
-"""The state file of the running server, with which clients find it and `stop` ends it.
+"""The processes of the running server, and its state file, with which clients find it and `stop`
+ends it.
 
 The state folder is `run/serve` in the working directory, or `LATHE_SERVE_STATE`. It contains
 `server.json` (process, ports and model), `triton.log` and the backend directory.
 """
 
 import os
+import select
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated
@@ -18,8 +21,7 @@ from lathe_base.errors import Code, UserError, explain
 from lathe_base.inputs import first_mistake
 from lathe_base.storage import atomic_file
 from lathe_serving.environment import unlink_backends
-from lathe_serving.process import Process, ends_within, send
-from lathe_serving.shared_memory import SHARED_MEMORY, clear_shared_memory
+from lathe_serving.stubs import SHARED_MEMORY, clear_shared_memory
 
 HOST = "127.0.0.1"
 LOOPBACK = build_opener(ProxyHandler({}))  # HTTP to loopback must not use the environment's proxy
@@ -30,6 +32,8 @@ BACKENDS = "backends"
 STATE_FILES = {STATE_FILE, LOG_FILE, BACKENDS}
 STOP_SECONDS = 15.0  # for the gateway to answer what it has, and the server to end
 GUARD_SECONDS = 5.0  # for the guard to kill its process group and end
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+HINT = f"move it away, or set {STATE_VARIABLE} to another folder"
 
 Port = Annotated[int, Field(gt=0, lt=2**16)]
 
@@ -38,6 +42,72 @@ def default_folder() -> Path:
     """The state folder in which `lathe client`, `make serve` and `make stop` look for the
     server."""
     return Path(os.environ.get(STATE_VARIABLE) or Path("run") / "serve").absolute()
+
+
+class Process(BaseModel):
+    """A process of this machine, identified by its PID and start time: the kernel may reuse a PID
+    for another one.
+
+    Attributes:
+        pid: its PID.
+        started: its start time, in clock ticks since boot.
+        boot: the id of that boot.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    pid: int = Field(gt=1, le=2**22)  # the kernel's PID_MAX_LIMIT
+    started: int = Field(gt=0)
+    boot: str
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        """The process that has this PID now.
+
+        Raises:
+            OSError: there is none.
+        """
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        # Field 2, the name, is arbitrary but ends with `)`: after it come field 3, the state, and
+        # field 22, the start time. A zombie is a process that has ended and was not reaped.
+        fields = stat.rpartition(")")[2].split()
+        if fields[0] in "ZX":
+            raise ProcessLookupError(f"process {pid} has ended")
+        boot = BOOT.read_text(encoding="utf-8").strip()
+        return cls(pid=pid, started=int(fields[19]), boot=boot)
+
+    @contextmanager
+    def pidfd(self, is_right: Callable[[Sequence[str]], bool]) -> Iterator[int | None]:
+        """Open a pidfd of the process, which never refers to another one; None if the process has
+        ended, or `is_right` rejects its command line."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            yield None
+            return
+        # What is read now is from this process, or from a successor that differs.
+        try:
+            command = os.fsdecode(Path(f"/proc/{self.pid}/cmdline").read_bytes()).split("\0")
+            is_there = Process.of(self.pid) == self and is_right(command)
+        except (OSError, ValueError):
+            is_there = False
+        try:
+            yield descriptor if is_there else None
+        finally:
+            os.close(descriptor)
+
+
+def send(descriptor: int, number: signal.Signals) -> None:
+    """Send a signal to the process of a pidfd, unless it has ended."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(descriptor, number)
+
+
+def ends_within(descriptor: int, seconds: float) -> bool:
+    """Wait for the process of a pidfd; return whether it ended in time."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 class ServerState(BaseModel):
@@ -79,7 +149,7 @@ class ServerState(BaseModel):
     def is_alive(self) -> bool:
         """Whether the server, or the guard that restarts it, is running, rather than a later
         process with the same PID."""
-        with self.server.held(self.is_server) as server, self.guard.held(self.is_guard) as guard:
+        with self.server.pidfd(self.is_server) as server, self.guard.pidfd(self.is_guard) as guard:
             return server is not None or guard is not None
 
     def is_server(self, command: Sequence[str]) -> bool:
@@ -140,7 +210,7 @@ def end(state: ServerState) -> None:
 
     The guard does all this; if it hangs, it is killed too, and so is a server without a guard.
     """
-    with state.server.held(state.is_server) as server, state.guard.held(state.is_guard) as guard:
+    with state.server.pidfd(state.is_server) as server, state.guard.pidfd(state.is_guard) as guard:
         if guard is not None:
             send(guard, signal.SIGTERM)
             if not ends_within(guard, STOP_SECONDS + GUARD_SECONDS):
@@ -162,16 +232,13 @@ def read(folder: Path) -> ServerState | None:
     path = folder / STATE_FILE
     try:
         if not S_ISREG(path.stat().st_mode):
-            raise UserError(f"{path}: not a file", _HINT, Code.WRONG_KIND)
+            raise UserError(f"{path}: not a file", HINT, Code.WRONG_KIND)
         return ServerState.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", _HINT, explain(error).code) from None
+        raise UserError(f"{path}: {error.strerror}", HINT, explain(error).code) from None
     except ValidationError as error:
         raise UserError(
-            f"{path}: not a server state file: {first_mistake(error)}", _HINT, Code.MALFORMED
+            f"{path}: not a server state file: {first_mistake(error)}", HINT, Code.MALFORMED
         ) from None
-
-
-_HINT = f"move it away, or set {STATE_VARIABLE} to another folder"

@@ -1,5 +1,8 @@
-"""Detects dead Python backends of Triton: Triton 2.51 continues without them, reports that it is
-ready, and answers every request to that model with an error.
+"""What dying processes of Triton leave behind: Python backends that it does not miss, and shared
+memory. Has few imports, because the guard of a server should be a small process.
+
+Triton 2.51 continues without a backend that has died, reports that it is ready, and answers every
+request to that model with an error.
 
     python -m lathe_serving.stubs PORT
 
@@ -7,6 +10,7 @@ is the Deployment's liveness probe, within Triton's container: the exit status i
 or if the Triton whose HTTP is on that port does not live.
 """
 
+import re
 import sys
 import time
 from contextlib import suppress
@@ -18,6 +22,9 @@ PROBE_SECONDS = 4.0
 AGAIN_SECONDS = 1.0
 """After this long, Triton is not about to reap a backend that has ended."""
 
+SHARED_MEMORY = re.compile(r"lathe_[0-9a-f]{12}")
+"""The names of one server's regions begin with this."""
+
 
 def ended_stubs(parent: int) -> set[int]:
     """Ended backends of the Triton `parent` that it has not noticed."""
@@ -27,19 +34,22 @@ def ended_stubs(parent: int) -> set[int]:
             words = path.read_text(encoding="utf-8", errors="replace").split()
         except OSError:
             continue  # it has gone meanwhile
+        # A zombie that its parent has not reaped. A live stub, or one of another Triton, is none.
         if words[1:3] == [NAME, "Z"] and parent == int(words[3]):
             pids.add(int(words[0]))
     return pids
 
 
-def triton_pid(port: str) -> int:
-    """The PID of the Triton whose HTTP is on a port; 0 if there is none."""
-    option = f"--http-port={port}".encode()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has gone meanwhile
-            if option in path.read_bytes().split(b"\0"):
-                return int(path.parent.name)
-    return 0
+def clear_shared_memory(prefix: str) -> None:
+    """Remove the regions that a killed server leaves in /dev/shm.
+
+    Raises:
+        ValueError: the prefix does not match `SHARED_MEMORY`.
+    """
+    if not SHARED_MEMORY.fullmatch(prefix):
+        raise ValueError(f"{prefix!r} is not a server's")
+    for region in Path("/dev/shm").glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)
 
 
 def main() -> int:
@@ -50,7 +60,12 @@ def main() -> int:
     except OSError as error:
         print(f"{address}: {error}")
         return 1
-    triton = triton_pid(sys.argv[1])
+    option, triton = f"--http-port={sys.argv[1]}".encode(), 0
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has gone meanwhile
+            if option in path.read_bytes().split(b"\0"):
+                triton = int(path.parent.name)
+                break
     if ended := ended_stubs(triton):
         time.sleep(AGAIN_SECONDS)
         ended &= ended_stubs(triton)

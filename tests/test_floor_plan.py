@@ -230,7 +230,7 @@ def test_the_server_needs_only_what_its_environment_has() -> None:
 def test_the_gateway_needs_only_what_its_environment_has() -> None:
     """The environment may be that of NVIDIA's Triton, with few extra packages."""
     modules = reached([name for name in NAMES if name.startswith("lathe_serving.gateway")])
-    assert "lathe_serving.client.grpc_messages" in modules
+    assert "lathe_serving.client.grpc_transport" in modules
     needed = set().union(*modules.values()) - sys.stdlib_module_names
     lock = (ROOT / "images" / "serve" / "cuda.lock").read_text(encoding="utf-8")
     packages = {PACKAGES_OF.get(name, name).replace("_", "-") for name in needed}

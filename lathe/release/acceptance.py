@@ -21,7 +21,7 @@ from lathe_base.errors import Code, StageError
 from lathe_base.provenance.chain import require
 from lathe_base.provenance.keys import trusted_keys
 from lathe_serving.client import Client
-from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, request
+from lathe_serving.client.grpc_transport import CHANNEL_OPTIONS, request
 from lathe_serving.client.load import Load, Objective, Summary, run_load, summarize
 from lathe_serving.server import ANY_PORTS, start
 from lathe_serving.state import LOOPBACK, ServerState

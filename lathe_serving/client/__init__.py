@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from lathe_base.errors import Code, UserError
 from lathe_serving import state as serve_state
-from lathe_serving.client.grpc_messages import utf8
 from lathe_serving.client.grpc_transport import GrpcTransport
 from lathe_serving.client.openai_transport import OpenAITransport
-from lathe_serving.client.transport import Parameter, Transport
+from lathe_serving.client.transport import Parameter, Transport, utf8
 from lathe_serving.runtime.protocol import TEXTS, TOKENS, Chunk, TokenScores
 
 

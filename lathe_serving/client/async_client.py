@@ -8,10 +8,9 @@ async with AsyncClient("localhost:8001", "gpt") as client:
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from lathe_serving.client.grpc_messages import utf8
 from lathe_serving.client.grpc_transport import AsyncGrpcTransport
 from lathe_serving.client.openai_transport import AsyncOpenAITransport
-from lathe_serving.client.transport import AsyncTransport, Parameter
+from lathe_serving.client.transport import AsyncTransport, Parameter, utf8
 from lathe_serving.runtime.protocol import Chunk
 
 

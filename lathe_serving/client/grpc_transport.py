@@ -1,11 +1,15 @@
 """Triton's gRPC, for threads and for asyncio.
 
+From top to bottom: a request and its responses as gRPC messages, which the gateway also sends;
+errors, as messages for the client's users; and the two transports.
+
 tritonclient's messages and stub are used without its `InferenceServerClient`, which allows one
 stream at a time; here every call has its own stream on one connection.
 """
 
 import json
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -17,13 +21,13 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
     service_pb2_grpc,
 )
 from tritonclient.utils import (  # type: ignore[import-untyped]
+    deserialize_bytes_tensor,
     np_to_triton_dtype,
     serialize_byte_tensor,
 )
 
-from lathe_base.errors import Code, StageError, UserError
-from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request, response_chunks
-from lathe_serving.client.transport import Parameters
+from lathe_base.errors import Code, StageError, UserError, parse_code
+from lathe_serving.client.transport import Parameter, Parameters, utf8
 from lathe_serving.reach import (
     REACH_SECONDS,
     nothing_listens,
@@ -31,7 +35,119 @@ from lathe_serving.reach import (
     too_slow,
     unreachable,
 )
-from lathe_serving.runtime.protocol import Chunk, TokenScores, score_name
+from lathe_serving.runtime.protocol import CODE, Chunk, TokenScores, score_name
+
+CHANNEL_OPTIONS = [("grpc.enable_http_proxy", 0)]  # gRPC would use the environment's `http_proxy`
+PARAMETER_FIELD = {
+    bool: "bool_param",
+    int: "int64_param",
+    float: "double_param",
+    str: "string_param",
+}
+
+
+def request(
+    model_name: str, prompt: str | Sequence[int], parameters: Mapping[str, Parameter]
+) -> Any:
+    """Build the gRPC message of a generation request.
+
+    Args:
+        prompt: a text, or token ids.
+
+    Raises:
+        UserError: the prompt is not UTF-8 text, or a number is too large for the message.
+    """
+    tensor: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    if isinstance(prompt, str):
+        tensor["contents"] = {"bytes_contents": [utf8(prompt)]}
+    else:
+        tensor = {"name": "input_ids", "datatype": "INT64", "shape": [len(prompt)]}
+        tensor["contents"] = {"int64_contents": prompt}
+    message = service_pb2.ModelInferRequest(model_name=model_name, inputs=[tensor])
+    for name, value in parameters.items():
+        if value is None:
+            continue  # the server's default
+        try:
+            setattr(message.parameters[name], PARAMETER_FIELD[type(value)], value)
+        except ValueError:
+            raise UserError(
+                f"{name} {value}: out of range", "give a smaller number", Code.INVALID_VALUE
+            ) from None
+    return message
+
+
+def response_chunks(response: Any) -> list[Chunk]:
+    """The chunks of a `ModelInferResponse`, one per sequence."""
+    raw = {
+        output.name: content
+        for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+    def numbers(name: str, kind: type[Any] = np.int64) -> list[Any]:
+        return list(np.frombuffer(raw.get(name, b""), kind).tolist())
+
+    def texts(name: str) -> list[Any]:
+        return [text.decode() for text in deserialize_bytes_tensor(raw.get(name, b""))]
+
+    # Outputs with an element per sequence. Those of the prompt come with a sequence's end only.
+    counts = numbers("token_count")
+    prompts = numbers("prompt_token_count") or [0] * len(counts)
+    cached = numbers("cached_token_count") or [0] * len(counts)
+    reasons, sequences = texts("finish_reason"), numbers("sequence")
+    parts = zip(texts("text_output"), counts, reasons, sequences, prompts, cached, strict=True)
+    # Outputs with an element per token are those of all sequences, one after another: each takes
+    # its `count` from the same iterators. Those of log-probabilities are empty unless requested.
+    tokens, names = iter(numbers("tokens")), iter(texts("token_names"))
+    lengths = iter(numbers("text_lengths"))
+    logprobs = iter(numbers("log_probabilities", np.float32))
+    top_logprobs = numbers("top_log_probabilities", np.float32)
+    named = zip(texts("top_names"), top_logprobs, strict=True)
+    tops = iter([dict(islice(named, count)) for count in numbers("top_count")])
+    return [
+        Chunk(
+            text,
+            list(islice(tokens, count)),
+            reason,
+            sequence,
+            list(islice(logprobs, count)),
+            list(islice(names, count)),
+            list(islice(tops, count)),
+            prompt,
+            known,
+            list(islice(lengths, count)),
+        )
+        for text, count, reason, sequence, prompt, known in parts
+    ]
+
+
+def refusal(message: str) -> Exception:
+    """The exception for an error from the server: a UserError if the message has a hint, because
+    the request was then invalid; otherwise a StageError."""
+    message, _, code = message.partition(CODE)
+    what, _, hint = message.partition("\n  hint: ")
+    if "unknown model" in message:
+        return UserError(
+            message, "give the name of the server's model: --model-name NAME", Code.NOT_FOUND
+        )
+    if "unexpected inference input" in message:
+        return UserError(
+            message,
+            "deploy the model again: its repository was written by an earlier version",
+            Code.WRONG_VERSION,
+        )
+    if not hint:
+        return StageError(message, Code.SERVER_ERROR)
+    # A server of another version may send none, or one that is unknown here.
+    return UserError(what, hint, parse_code(code, Code.INVALID_REQUEST))
+
+
+def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
+    """The exception for a call that gRPC ended."""
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return too_slow(url, timeout_seconds)
+    if error.code() == grpc.StatusCode.UNAVAILABLE:
+        return nothing_listens(url)
+    return StageError(f"{url}: {error.code().name}: {error.details()}", Code.SERVER_ERROR)
 
 
 class GrpcTransport:
@@ -61,7 +177,7 @@ class GrpcTransport:
         except grpc.RpcError as error:
             raise lost(error, self._url, self._timeout) from None
         finally:
-            call.cancel()
+            call.cancel()  # also when the iterator is closed early: Triton then frees the slot
 
     def scores(self, arrays: Mapping[str, NDArray[Any]]) -> TokenScores:
         """See `Transport.scores`."""
@@ -146,7 +262,7 @@ class AsyncGrpcTransport:
         except grpc.RpcError as error:
             raise lost(error, self._url, self._timeout) from None
         finally:
-            call.cancel()
+            call.cancel()  # also when the iterator is closed early: Triton then frees the slot
 
     async def close(self) -> None:
         """See `AsyncTransport.close`."""
@@ -160,12 +276,3 @@ class AsyncGrpcTransport:
         except grpc.RpcError as error:
             raise unreachable(error, self._url) from None
         self._is_reached = True
-
-
-def lost(error: Any, url: str, timeout_seconds: float | None) -> Exception:
-    """The exception for a call that gRPC ended."""
-    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return too_slow(url, timeout_seconds)
-    if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return nothing_listens(url)
-    return StageError(f"{url}: {error.code().name}: {error.details()}", Code.SERVER_ERROR)

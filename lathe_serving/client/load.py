@@ -157,7 +157,17 @@ def run_load(client: Client, load: Load) -> list[RequestTimes]:
     with bar("requests", total) as progress:
 
         def ask(number: int) -> None:
-            request = _ask(client, load, number, started)
+            prompt = load.prompts[number % len(load.prompts)]
+            length = load.lengths[number % len(load.lengths)]
+            # `min_tokens` too: the load is to be the same whatever the model would like to say.
+            options = {"max_tokens": length, "min_tokens": length, "seed": load.seed + number}
+            sent, times, failure = time.perf_counter() - started, list[float](), None
+            try:
+                for chunk in client.stream(prompt, **options):
+                    times += [time.perf_counter() - started] * len(chunk.tokens)
+            except Exception as error:  # one request fails, and the load goes on
+                failure = str(error).splitlines()[0]
+            request = RequestTimes(sent, tuple(times), failure)
             with lock:
                 done.append(request)
                 progress.advance()
@@ -209,22 +219,8 @@ def _statistics(values: Sequence[float] | NDArray[np.float64]) -> dict[str, floa
     return {"mean": float(np.mean(values)), **percentiles}
 
 
-def _ask(client: Client, load: Load, number: int, started: float) -> RequestTimes:
-    prompt = load.prompts[number % len(load.prompts)]
-    length = load.lengths[number % len(load.lengths)]
-    sent, times = time.perf_counter() - started, []
-    try:
-        for chunk in client.stream(
-            prompt, max_tokens=length, min_tokens=length, seed=load.seed + number
-        ):
-            times += [time.perf_counter() - started] * len(chunk.tokens)
-    except Exception as error:
-        return RequestTimes(sent, tuple(times), str(error).splitlines()[0])
-    return RequestTimes(sent, tuple(times))
-
-
 def _closed(ask: Callable[[int], None], load: Load) -> None:
-    numbers = iter(range(load.requests))
+    numbers = iter(range(load.requests))  # shared by all clients: who is free takes the next
     end = time.perf_counter() + load.seconds
 
     def ask_on(_: int) -> None:
@@ -237,9 +233,11 @@ def _closed(ask: Callable[[int], None], load: Load) -> None:
 
 def _open(ask: Callable[[int], None], load: Load) -> None:
     assert load.rate is not None
+    # Pauses of a Poisson process. Arrivals are their sums, not one after another: a thread that
+    # wakes up late must not make all later requests late, too.
     pauses = np.random.default_rng(load.seed).exponential(1 / load.rate, load.requests)
     started = time.perf_counter()
-    with ThreadPoolExecutor(load.requests) as pool:
+    with ThreadPoolExecutor(load.requests) as pool:  # a thread for each: none waits for another
         for number, arrival in enumerate(np.cumsum(pauses)):
             time.sleep(max(0.0, started + arrival - time.perf_counter()))
             pool.submit(ask, number)

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from lathe_base.errors import Code, StageError, UserError, printable
 from lathe_base.parameters import FIELDS
-from lathe_serving.client.grpc_messages import utf8
-from lathe_serving.client.transport import Parameters
+from lathe_serving.client.transport import Parameters, utf8
 from lathe_serving.reach import (
     REACH_SECONDS,
     is_loopback,
@@ -103,6 +102,8 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     Raises:
         UserError: a parameter is unknown, out of range, or only supported by Triton.
     """
+    # Checked as Triton's backend would, so that both interfaces reject the same values; a name that
+    # OpenAI's API has not would be ignored by the server, without a word.
     settings = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
     params = parse(settings, Params())
     beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
@@ -115,7 +116,7 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
         )
     fields = {name: getattr(params, name) for name in settings if FIELDS[name].openai == "same"}
     if params.decode_strategy == "greedy_search":
-        fields["temperature"] = 0
+        fields["temperature"] = 0  # the API's way to say so
     if params.stop:
         fields["stop"] = params.stop
     if params.structured_outputs:
@@ -147,23 +148,22 @@ def parse_chunks(data: str | bytes, url: str) -> list[Chunk]:
     if completion.error is not None:
         raise told(url, completion.error.status, completion.error)
     usage = completion.usage or Usage()
-    choices = sorted(completion.choices, key=lambda choice: choice.index)
-    return [_chunk(choice, usage) for choice in choices]
-
-
-def _chunk(choice: Choice, usage: Usage) -> Chunk:
-    scored = choice.logprobs or Logprobs(tokens=[], token_logprobs=[])
-    return Chunk(
-        choice.text,
-        choice.token_ids or [],
-        REASONS.get(choice.finish_reason, "stop"),
-        choice.index,
-        [math.nan if value is None else value for value in scored.token_logprobs],
-        scored.tokens,
-        [top or {} for top in scored.top_logprobs or []],
-        usage.prompt_tokens,
-        (usage.prompt_tokens_details or PromptDetails()).cached_tokens or 0,
-    )
+    chunks = []
+    for choice in sorted(completion.choices, key=lambda choice: choice.index):
+        scored = choice.logprobs or Logprobs(tokens=[], token_logprobs=[])
+        chunk = Chunk(
+            choice.text,
+            choice.token_ids or [],
+            REASONS.get(choice.finish_reason, "stop"),
+            choice.index,
+            [math.nan if value is None else value for value in scored.token_logprobs],
+            scored.tokens,
+            [top or {} for top in scored.top_logprobs or []],
+            usage.prompt_tokens,
+            (usage.prompt_tokens_details or PromptDetails()).cached_tokens or 0,
+        )
+        chunks.append(chunk)
+    return chunks
 
 
 def refusal(url: str, reply: httpx2.Response) -> Exception:
@@ -273,7 +273,7 @@ class _Endpoint:
             "base_url": self._url,
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx2.Timeout(timeout_seconds, connect=REACH_SECONDS, pool=None),
-            "limits": httpx2.Limits(max_connections=None),
+            "limits": httpx2.Limits(max_connections=None),  # a load test has many clients
             "trust_env": not is_loopback(self._url),  # proxies
         }
 
@@ -282,6 +282,7 @@ class _Endpoint:
         return body(self._model_name, prompt, parameters)
 
     def _chunks(self, data: str | bytes, since: float) -> list[Chunk]:
+        # httpx's timeout starts again with each piece that arrives; this one is of the whole answer.
         if self._timeout is not None and time.monotonic() - since > self._timeout:
             raise too_slow(self._url, self._timeout)
         return parse_chunks(data, self._url)
@@ -328,7 +329,7 @@ class OpenAITransport(_Endpoint):
                 return
             for event in httpx2.EventSource(reply):
                 if event.data == DONE:
-                    return
+                    return  # a stream without it was cut, even if it ends without an error
                 yield from self._chunks(event.data, since)
         raise self._cut()
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.protocol import Chunk, TokenScores
 
 Parameter = int | float | str | bool | None
@@ -35,3 +36,22 @@ class AsyncTransport(Protocol):
 
     async def close(self) -> None:
         """Close the connection and every stream that is still open."""
+
+
+def utf8(text: str, what: str = "prompt") -> bytes:
+    """The text's bytes.
+
+    Args:
+        what: its name in the error.
+
+    Raises:
+        UserError: it has an unpaired surrogate.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{what}: not UTF-8 at character {error.start}",
+            "convert it, for instance with iconv -t utf-8",
+            Code.MALFORMED,
+        ) from None

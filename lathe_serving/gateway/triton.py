@@ -32,7 +32,7 @@ from tritonclient.grpc import (  # type: ignore[import-untyped]
 
 from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.errors import Code, UserError
-from lathe_serving.client.grpc_messages import CHANNEL_OPTIONS, refusal, request, response_chunks
+from lathe_serving.client.grpc_transport import CHANNEL_OPTIONS, refusal, request, response_chunks
 from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.errors import TritonDied, TritonUnavailable
 from lathe_serving.reach import require_address

@@ -11,7 +11,7 @@ import pytest
 
 from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.client import Client
-from lathe_serving.client.grpc_messages import refusal
+from lathe_serving.client.grpc_transport import refusal
 from lathe_serving.runtime.protocol import error_message
 from lathe_serving.server import TritonServer
 from tests.documents.pages import TEXTS, blocks

@@ -16,10 +16,9 @@ from lathe_base.config.settings import ServingSettings
 from lathe_base.errors import Code
 from lathe_serving import state as serve_state
 from lathe_serving.environment import unlink_backends
-from lathe_serving.process import Process, send
 from lathe_serving.server import start
-from lathe_serving.shared_memory import clear_shared_memory
-from lathe_serving.state import STATE_VARIABLE
+from lathe_serving.state import STATE_VARIABLE, Process, send
+from lathe_serving.stubs import clear_shared_memory
 from tests.support.errors import raises
 
 NAME = "lathe_0123456789ab"
@@ -199,7 +198,7 @@ def test_a_held_process_keeps_its_place() -> None:
     code = "import time; print(flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as sleeping:
         assert sleeping.stdout is not None and sleeping.stdout.readline()
-        with Process.of(sleeping.pid).held(lambda command: code in command) as held:
+        with Process.of(sleeping.pid).pidfd(lambda command: code in command) as held:
             sleeping.kill()
             sleeping.wait()
             assert held is not None

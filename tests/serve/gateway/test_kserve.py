@@ -24,8 +24,8 @@ from lathe_serving.environment import find_environment
 from lathe_serving.gateway.admission import Limits
 from lathe_serving.gateway.app import Gateway
 from lathe_serving.gateway.triton import Triton, read_models
-from lathe_serving.process import Process
 from lathe_serving.server import TritonServer, start
+from lathe_serving.state import Process
 from tests.serve.gateway.test_hostile import chunks
 from tests.support import silent
 from tests.support.connection import connected, read_all
