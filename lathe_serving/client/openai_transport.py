@@ -282,7 +282,7 @@ class _Endpoint:
         return body(self._model_name, prompt, parameters)
 
     def _chunks(self, data: str | bytes, since: float) -> list[Chunk]:
-        # httpx's timeout starts again with each piece that arrives; this one is of the whole answer.
+        # httpx's timeout starts again with each piece that arrives; this one is for all of them.
         if self._timeout is not None and time.monotonic() - since > self._timeout:
             raise too_slow(self._url, self._timeout)
         return parse_chunks(data, self._url)
