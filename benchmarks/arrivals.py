@@ -27,11 +27,11 @@ import numpy as np
 from export import write
 from streams import STREAMS, complete
 
+from lathe_base.parameters import Params
 from lathe_serving.client.load import Objective, RequestTimes, Summary, summarize
 from lathe_serving.runtime import text_generator
 from lathe_serving.runtime.batcher import PREFILL_CHUNK, Batcher
 from lathe_serving.runtime.contract import Receiver
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.text_generator import TextGenerator
 

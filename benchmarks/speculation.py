@@ -32,10 +32,10 @@ from export import write
 from numpy.typing import NDArray
 from streams import complete
 
+from lathe_base.parameters import Params
 from lathe_serving.runtime import sequence_group, text_generator
 from lathe_serving.runtime.contract import Receiver, Watcher
 from lathe_serving.runtime.exported_model import ExportedModel
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.sampling import log_softmax, next_token
 from lathe_serving.runtime.text_generator import TextGenerator

@@ -25,14 +25,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lathe.export.proof import QUANTIZATION_SHARE
 from lathe_base.config.settings import GenerationSettings, ServingSettings
+from lathe_base.parameters import Params
 from lathe_base.storage import sha256
 from lathe_serving.client import Client
 from lathe_serving.client.load import Load, Objective, Summary, run_load, summarize
 from lathe_serving.repository import write_repository
 from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.open_model import mean_difference
-from lathe_serving.runtime.params import Params, parse
-from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.protocol import Chunk, parse
 from lathe_serving.runtime.session import OnnxModel
 from lathe_serving.runtime.text_generator import TextGenerator
 from lathe_serving.server import ANY_PORTS, start

@@ -19,10 +19,10 @@ from unittest.mock import patch
 import numpy as np
 from arrivals import Mixed
 
+from lathe_base.parameters import Params
 from lathe_serving.runtime import text_generator
 from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.grammar import Grammars
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.text_generator import TextGenerator
 
 TEXTS, MAX_ROWS, NEW = 6, 150, 100

@@ -1,9 +1,9 @@
 """The parameters of text generation, once for all that have them.
 
 `Params` states each one's name, type, default, range and meaning. Derived from it are what Triton's
-backend accepts (`lathe_serving.runtime.params`) and the inputs in `config.pbtxt`, what gateway and
-client have in common with the OpenAI API, the defaults of the recipe's `Generation` group, what is
-read of a model's `generation_config.json`, and `docs/reference/generation.md`.
+backend accepts (`lathe_serving.runtime.protocol`) and the inputs in `config.pbtxt`, what gateway
+and client have in common with the OpenAI API, the defaults of the recipe's `Generation` group, what
+is read of a model's `generation_config.json`, and `docs/reference/generation.md`.
 
 The names are those common to language model servers; PaddleFleetX's `min_dec_len` and
 `max_dec_len`, which recipes have, are accepted as aliases of `min_tokens` and `max_tokens`.

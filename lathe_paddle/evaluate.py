@@ -11,11 +11,11 @@ from lathe.data.tokenizer import eos_id
 from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, TaskOption, measure
 from lathe.evaluate.score_requests import Scores, Targets
 from lathe_base.config.settings import GenerationSettings, Recipe
+from lathe_base.parameters import Params
 from lathe_paddle import fake_quant
 from lathe_paddle.checkpoint import load_checkpoint
 from lathe_paddle.gpt import GPT
 from lathe_paddle.workers import choose_device
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.sampling import next_token
 
 LOGIT_ROWS = 1024  # positions whose (rows, V) logits are held at a time

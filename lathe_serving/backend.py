@@ -23,9 +23,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 
 from lathe_base.errors import Code, UserError
+from lathe_base.parameters import FIELDS, Params
 from lathe_serving.runtime.contract import Receiver, TextBackend, Watcher
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
-from lathe_serving.runtime.params import FIELDS, Params, parse
 from lathe_serving.runtime.protocol import (
     CANCEL,
     PROMPTS,
@@ -35,6 +35,7 @@ from lathe_serving.runtime.protocol import (
     decode,
     error_message,
     model_settings,
+    parse,
 )
 from lathe_serving.runtime.text_generator import BACKENDS
 

@@ -11,7 +11,6 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 
 from lathe_base.errors import Code, UserError
-from lathe_serving.runtime.prompt import TokenLimit
 from lathe_serving.runtime.protocol import (
     TEXTS,
     TOKENS,
@@ -22,7 +21,7 @@ from lathe_serving.runtime.protocol import (
 )
 from lathe_serving.runtime.score import score_text, score_tokens
 from lathe_serving.runtime.session import OnnxModel
-from lathe_serving.runtime.text import TokenBytes
+from lathe_serving.runtime.text import TokenBytes, TokenLimit
 
 
 class TritonPythonModel:

@@ -290,7 +290,7 @@ def generate(
     from lathe.model.checkpoint import load_checkpoint
     from lathe.model.generate import generate
     from lathe_base.progress import bar
-    from lathe_serving.runtime.prompt import encode_prompts
+    from lathe_serving.runtime.text import encode_prompts
 
     checkpoint = load_checkpoint(model)
     tokens = encode_prompts(checkpoint.tokenizer, prompts)

@@ -25,7 +25,7 @@ from lathe_base.config.settings import PrepareSettings
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake, parse_json
 from lathe_base.storage import digest
-from lathe_serving.runtime.prompt import bos_ids
+from lathe_serving.runtime.text import bos_ids
 
 BREAK, BEGIN, END = MARKS = "\ufdd0", "\ufdd1", "\ufdd2"
 """As in `lathe_serving.gateway.template`, which needs jinja2: only what renders imports it."""

@@ -39,7 +39,7 @@ from lathe_base.errors import Code, UserError
 from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder
-from lathe_serving.runtime.prompt import bos_ids
+from lathe_serving.runtime.text import bos_ids
 
 log = logging.getLogger("lathe")
 

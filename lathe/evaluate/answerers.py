@@ -18,15 +18,14 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import Code, UserError
+from lathe_base.parameters import Params
 from lathe_serving.client import Client
 from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.exported_model import ExportedModel
-from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.prompt import encode_prompts
 from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.sequence_group import Request, Samples, Vocabulary
-from lathe_serving.runtime.text import TokenBytes
+from lathe_serving.runtime.text import TokenBytes, encode_prompts
 
 PREFIX_BYTES = 1 << 28
 """Keys and values of shared beginnings, such as the examples before each question."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from lathe_base.config.settings import GenerationSettings
-from lathe_serving.runtime.prompt import encode_prompts
+from lathe_serving.runtime.text import encode_prompts
 
 N_SAMPLES = 4
 NEW_TOKENS = 48

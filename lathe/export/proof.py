@@ -34,8 +34,7 @@ from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import Code, StageError
 from lathe_base.progress import Bar, bar
 from lathe_serving.runtime.exported_model import MODEL, pad
-from lathe_serving.runtime.open_session import open_session
-from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.session import OnnxModel, open_session
 
 log = logging.getLogger("lathe")
 

@@ -47,7 +47,7 @@ from lathe.model.integer_weights import (
     weight_scales,
 )
 from lathe.model.quantization import LinearFormat
-from lathe_serving.runtime.open_session import ROUNDED_INPUT
+from lathe_serving.runtime.session import ROUNDED_INPUT
 
 ACTIVATION_ZERO_POINT = 128
 GROUPED = "MatMulNBits"

@@ -46,7 +46,7 @@ from lathe_serving.client.load import OPENINGS
 from lathe_serving.environment import find_environment
 from lathe_serving.repository import remove_bytecode, require_whole, write_repository
 from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
-from lathe_serving.runtime.prompt import bos_ids, encode_prompts
+from lathe_serving.runtime.text import bos_ids, encode_prompts
 from lathe_serving.server import ANY_PORTS, TritonServer, free_ports, start
 from lathe_serving.state import STATE_FILES, ServerState
 

@@ -5,7 +5,7 @@
     for text in client.stream("Once upon a time", decode_strategy="greedy_search"):
         print(text, end="", flush=True)
 
-Parameters are those of `lathe_serving.runtime.params`; one that is omitted or None takes the
+Parameters are those of `lathe_base.parameters`; one that is omitted or None takes the
 server's default. Over the OpenAI API it is OpenAI's default (`max_tokens` 16, no `top_k` or
 `top_p`), and beam search, `timeout_seconds` and scores are rejected.
 """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from lathe_base.errors import Code, StageError, UserError, printable
-from lathe_base.parameters import FIELDS
+from lathe_base.parameters import ALIASES, FIELDS, Params
 from lathe_serving.client.transport import Parameters, utf8
 from lathe_serving.reach import (
     REACH_SECONDS,
@@ -26,8 +26,7 @@ from lathe_serving.reach import (
     require_base_url,
     too_slow,
 )
-from lathe_serving.runtime.params import ALIASES, Params, parse
-from lathe_serving.runtime.protocol import Chunk, FinishReason, TokenScores
+from lathe_serving.runtime.protocol import Chunk, FinishReason, TokenScores, parse
 
 PATH, DONE = "/completions", "[DONE]"
 KEY_VARIABLE = "LATHE_API_KEY"
@@ -97,7 +96,7 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
     """The body of a request.
 
     Args:
-        parameters: those of `lathe_serving.runtime.params`.
+        parameters: those of `lathe_base.parameters`.
 
     Raises:
         UserError: a parameter is unknown, out of range, or only supported by Triton.

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from lathe_base.errors import Code, StageError, UserError
-from lathe_serving.runtime.params import FIELDS
+from lathe_base.parameters import FIELDS
 
 log = logging.getLogger("lathe")
 

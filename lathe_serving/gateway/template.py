@@ -24,8 +24,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from lathe_serving.runtime.grammar_compiler import limit_memory
-from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, bos_ids, encode_prompts
-from lathe_serving.runtime.text import TokenBytes
+from lathe_serving.runtime.text import (
+    TokenBytes,
+    TokenLimit,
+    TooManyTokens,
+    bos_ids,
+    encode_prompts,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 BREAK = "\ufdd0"

@@ -265,7 +265,7 @@ class Triton:
 
         Args:
             prompt: a text, or token ids.
-            parameters: those of `lathe_serving.runtime.params`; `stop` is a list.
+            parameters: those of `lathe_base.parameters`; `stop` is a list.
 
         Raises:
             UserError: the backend rejects the request, or is busy; or the request has crashed

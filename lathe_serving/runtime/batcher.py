@@ -33,8 +33,7 @@ from numpy.typing import NDArray
 
 from lathe_serving.runtime.contract import Watcher
 from lathe_serving.runtime.exported_model import ExportedModel
-from lathe_serving.runtime.kv_cache import KVCache, MixedCaches
-from lathe_serving.runtime.prefix_cache import PrefixCache
+from lathe_serving.runtime.kv_cache import KVCache, MixedCaches, PrefixCache
 from lathe_serving.runtime.sequence_group import SequenceGroup, Step
 
 log = logging.getLogger("lathe")

@@ -1,13 +1,19 @@
-"""Keys and values of a batch of texts."""
+"""Keys and values of a batch of texts, and of the beginnings of prompts that others have sent.
+
+Each runtime has a layout of its own: `session.ContiguousCache`, `openvino_model.PagedCache`.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+BLOCK = 16  # tokens of a prompt that are stored together
 
 KeyValues = NDArray[Any]
 """Keys and values of n tokens of a row in all layers, (2 * sum of n_kv_head_i, n, head_dim)."""
@@ -76,70 +82,6 @@ class KVCache(ABC):
         """Write (n_head, n, head_dim) to row 0."""
 
 
-@dataclass
-class ContiguousCache(KVCache):
-    """onnxruntime's layout: buffers (batch, n_kv_head_i, capacity, head_dim), float32 or float16 as
-    the graph computes.
-
-    Attributes:
-        single_stream: for `SingleStreamModel`, with one row: the same memory, bound to its second
-            graph.
-    """
-
-    binding: Any = field(repr=False)
-    single_stream: "ContiguousCache | None" = field(default=None, repr=False)
-
-    def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
-        buffer[to, :, :n] = buffer[of, :, :n]
-
-    def _n_head(self, buffer: NDArray[Any]) -> int:
-        return int(buffer.shape[1])
-
-    def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
-        return buffer[0, :, first : first + n]
-
-    def _set(self, buffer: NDArray[Any], first: int, tokens: KeyValues) -> None:
-        buffer[0, :, first : first + tokens.shape[1]] = tokens
-
-
-@dataclass
-class PagedCache(KVCache):
-    """OpenVINO's layout: buffers (batch, blocks, n_kv_head_i, BLOCK, head_dim), float32, or
-    bfloat16 as uint16.
-
-    Attributes:
-        tensors: OpenVINO's views of the full buffers, of which this cache may be a part.
-        first_row: index of its first row.
-    """
-
-    tensors: list[Any] = field(repr=False)
-    first_row: int = 0
-
-    BLOCK = 32  # tokens; the only size that OpenVINO's attention for CPUs takes
-
-    def blocks(self, row: int, n: int) -> NDArray[np.int32]:
-        """Numbers, within the tensors, of the blocks that hold the first n tokens of a row."""
-        blocks_per_row = self.buffers[0].shape[1]
-        first = (self.first_row + row) * blocks_per_row
-        return np.arange(first, first - (-n // self.BLOCK), dtype=np.int32)
-
-    def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
-        n_blocks = -(-n // self.BLOCK)
-        buffer[to, :n_blocks] = buffer[of, :n_blocks]
-
-    def _n_head(self, buffer: NDArray[Any]) -> int:
-        return int(buffer.shape[2])
-
-    def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
-        block, offset = np.divmod(np.arange(first, first + n), self.BLOCK)
-        tokens: KeyValues = buffer[0, block, :, offset].swapaxes(0, 1)
-        return tokens
-
-    def _set(self, buffer: NDArray[Any], first: int, tokens: KeyValues) -> None:
-        block, offset = np.divmod(np.arange(first, first + tokens.shape[1]), self.BLOCK)
-        buffer[0, block, :, offset] = tokens.swapaxes(0, 1)
-
-
 @dataclass(frozen=True)
 class MixedCaches:
     """The caches of a mixed step: that of the decoding rows, and the prompt's, with one row."""
@@ -147,3 +89,77 @@ class MixedCaches:
     rows: KVCache
     prompt: KVCache
     binding: Any = None
+
+
+class PrefixCache:
+    """Keys and values of prompts, so that shared prefixes are read only once: at most `max_bytes`
+    of them; 0 stores nothing.
+
+    A prefix is divided into blocks of BLOCK tokens. A block's key consists of all tokens up to its
+    end, which are compared and not only hashed, so that only identical prefixes match. It is stored
+    as soon as it has been read, so that the next turn of a conversation finds it. Generated tokens
+    are not stored: a step of one token may round differently than one of many, and an answer must
+    not depend on what is cached. The least recently used blocks are evicted.
+
+    Not thread-safe: only the batcher's thread uses it.
+
+    Source: automatic prefix caching, vLLM (Kwon et al., SOSP 2023).
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._blocks: OrderedDict[bytes, KeyValues] = OrderedDict()
+        self.n_bytes = 0
+
+    def stored(self, prompt: NDArray[np.int64]) -> int:
+        """The number of tokens that `load` would copy."""
+        return len(self._matching_blocks(prompt)) * BLOCK
+
+    def load(self, prompt: NDArray[np.int64], cache: KVCache) -> int:
+        """Copy the longest stored prefix of a prompt into a cache of one row, except at least its
+        last two tokens: the logits of the last one choose the first new one, and a step of a single
+        token may round differently than one of several.
+
+        Returns:
+            The number of tokens, which is the row's new length.
+        """
+        blocks = self._matching_blocks(prompt)
+        for number, key in enumerate(blocks):
+            cache.write(number * BLOCK, self._blocks[key])
+        self._touch(blocks)
+        cache.lengths[0] = len(blocks) * BLOCK
+        return len(blocks) * BLOCK
+
+    def store(self, prompt: NDArray[np.int64], cache: KVCache) -> None:
+        """Store a prompt, or the part of it that was read, from a cache of one row; only its
+        beginning if it is larger than `max_bytes`."""
+        if not self._max_bytes:
+            return
+        keys = [*_keys(prompt)]
+        for number, key in enumerate(keys):
+            if key not in self._blocks:
+                block = cache.read(number * BLOCK, BLOCK)
+                if (number + 1) * block.nbytes > self._max_bytes:
+                    del keys[number:]
+                    break
+                self._blocks[key] = block
+                self.n_bytes += block.nbytes
+        self._touch(keys)
+        while self.n_bytes > self._max_bytes:
+            _, block = self._blocks.popitem(last=False)
+            self.n_bytes -= block.nbytes
+
+    def _matching_blocks(self, prompt: NDArray[np.int64]) -> list[bytes]:
+        return [*takewhile(self._blocks.__contains__, _keys(prompt[:-2]))]
+
+    def _touch(self, keys: list[bytes]) -> None:
+        """Mark blocks as used, the first ones last, because a block is useless without those before
+        it."""
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
+
+
+def _keys(prompt: NDArray[np.int64]) -> Iterator[bytes]:
+    tokens = prompt.astype(np.int32)
+    for end in range(BLOCK, len(prompt) + 1, BLOCK):
+        yield tokens[:end].tobytes()

@@ -5,6 +5,7 @@ Imports only onnx and openvino, which the server's environment has.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,47 @@ from numpy.typing import NDArray
 
 from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import MODEL, ExportedModel, Ids, Logits
-from lathe_serving.runtime.kv_cache import KVCache, MixedCaches, PagedCache
-from lathe_serving.runtime.openvino_graph import LAYOUT, MAX_CONTEXT_INPUT, translate
+from lathe_serving.runtime.kv_cache import KeyValues, KVCache, MixedCaches
+from lathe_serving.runtime.openvino_graph import BLOCK, LAYOUT, MAX_CONTEXT_INPUT, translate
 
 Part = tuple[int, int, Ids]
 """A row, its number of tokens, and new ones (T,)."""
+
+
+@dataclass
+class PagedCache(KVCache):
+    """OpenVINO's layout: buffers (batch, blocks, n_kv_head_i, BLOCK, head_dim), float32, or
+    bfloat16 as uint16.
+
+    Attributes:
+        tensors: OpenVINO's views of the full buffers, of which this cache may be a part.
+        first_row: index of its first row.
+    """
+
+    tensors: list[Any] = field(repr=False)
+    first_row: int = 0
+
+    def blocks(self, row: int, n: int) -> NDArray[np.int32]:
+        """Numbers, within the tensors, of the blocks that hold the first n tokens of a row."""
+        blocks_per_row = self.buffers[0].shape[1]
+        first = (self.first_row + row) * blocks_per_row
+        return np.arange(first, first - (-n // BLOCK), dtype=np.int32)
+
+    def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
+        n_blocks = -(-n // BLOCK)
+        buffer[to, :n_blocks] = buffer[of, :n_blocks]
+
+    def _n_head(self, buffer: NDArray[Any]) -> int:
+        return int(buffer.shape[2])
+
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
+        block, offset = np.divmod(np.arange(first, first + n), BLOCK)
+        tokens: KeyValues = buffer[0, block, :, offset].swapaxes(0, 1)
+        return tokens
+
+    def _set(self, buffer: NDArray[Any], first: int, tokens: KeyValues) -> None:
+        block, offset = np.divmod(np.arange(first, first + tokens.shape[1]), BLOCK)
+        buffer[0, block, :, offset] = tokens.swapaxes(0, 1)
 
 
 class OpenVINOModel(ExportedModel):
@@ -95,9 +132,9 @@ class OpenVINOModel(ExportedModel):
         return MixedCaches(rows, prompt)
 
     def _make_cache(self, batch: int, capacity: int) -> PagedCache:
-        blocks = -(-(self.n_prefix + capacity) // PagedCache.BLOCK)
+        blocks = -(-(self.n_prefix + capacity) // BLOCK)
         dtype = np.uint16 if self._is_bfloat16 else np.float32
-        tails = [(n_head, PagedCache.BLOCK, self.head_dim) for n_head in self.n_kv_head * 2]
+        tails = [(n_head, BLOCK, self.head_dim) for n_head in self.n_kv_head * 2]
         buffers = [np.zeros((batch, blocks, *tail), dtype) for tail in tails]
         tensors = [
             openvino.Tensor(buffer, openvino.Shape([batch * blocks, *tail]), self._cache_type)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe_serving.runtime.params import Params
+from lathe_base.parameters import Params
 
 Logits = NDArray[np.float32]
 GROUP = 16  # values whose maximum stands for them in the search for the k-th largest

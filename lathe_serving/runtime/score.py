@@ -6,8 +6,8 @@ from tokenizers import Tokenizer
 
 from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import ExportedModel
-from lathe_serving.runtime.prompt import TokenLimit, TooManyTokens, encode_pairs, encode_prompts
 from lathe_serving.runtime.protocol import TokenScores
+from lathe_serving.runtime.text import TokenLimit, TooManyTokens, encode_pairs, encode_prompts
 
 
 def score_tokens(

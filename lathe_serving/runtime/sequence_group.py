@@ -1,4 +1,8 @@
-"""One request of the running batch: its branches and how their next tokens are chosen."""
+"""One request of the running batch: its branches and how their next tokens are chosen.
+
+`Samples` are independent branches: greedy search and sampling. `Beams` are those of beam search,
+which survive or end together. `Lookup` drafts tokens for a branch that runs alone.
+"""
 
 import logging
 import math
@@ -6,20 +10,27 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lathe_base.errors import Code, UserError
+from lathe_base.parameters import Params
 from lathe_serving.runtime.contract import Receiver
 from lathe_serving.runtime.grammar import Grammar
-from lathe_serving.runtime.lookup import Lookup
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk, FinishReason
-from lathe_serving.runtime.sampling import log_softmax, most_likely, next_token
+from lathe_serving.runtime.sampling import log_softmax, most_likely, next_token, penalize
 from lathe_serving.runtime.text import TextStream, TokenBytes
 
 log = logging.getLogger("lathe")
+
+SIZES = (4, 3, 2)  # tokens that are looked up, the longest first
+MAX_DRAFT_TOKENS = 7
+TOKEN_COST = 0.2  # of a decoding step, for each token more in it
+FIRST_CHANCE = 0.3
+EMA_WEIGHT = 0.25  # weight of the latest token in the moving average
+MIN_PAUSE_TOKENS, MAX_PAUSE_TOKENS = 16, 128
 
 Score = tuple[float, dict[str, float]]
 """A token's log-probability, and by name those of the most likely tokens at its position."""
@@ -71,6 +82,7 @@ class SequenceGroup(ABC):
         self.cached_tokens = 0
         self._params, self._receiver = request.params, request.receiver
         self._token_bytes = request.vocabulary.token_bytes
+        # Nothing predicts the first token of a prompt.
         self._prompt_scores: list[Score] = [(math.nan, {})]
 
     @property
@@ -85,6 +97,7 @@ class SequenceGroup(ABC):
             first: position in the prompt of the first row.
             logits: (T, V) after each of T tokens.
         """
+        # Row i predicts the token after it; after the prompt's last one there is none.
         targets = self.prompt[first + 1 : first + 1 + len(logits)]
         scores = log_softmax(logits[: len(targets)])
         for token, row in zip(targets.tolist(), scores, strict=True):
@@ -157,15 +170,29 @@ class Samples(SequenceGroup):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
+        # The first branch draws what a request for one sequence would; the others are independent.
         seed = np.random.SeedSequence(request.params.seed)
         generators = [np.random.default_rng(s) for s in [seed, *seed.spawn(self.width - 1)]]
         self._branches = [_Branch(i, request, rng) for i, rng in enumerate(generators)]
         self._only_reads = request.max_tokens == 0
 
     def choose(self, logits: NDArray[np.float32]) -> Step:
+        # At first all branches start from the same row of logits, that of the prompt.
         parents = range(len(self._branches)) if self.begun else [0] * self.width
         if not self.begun and (self._params.echo or self._only_reads):
-            self._answer_prompt()
+            # The prompt itself, as the first chunk of every sequence, or as the only one.
+            tokens: list[int] = self.prompt.tolist() if self._params.echo else []
+            pieces = self._token_bytes.echo(tokens)
+            logprobs, top, names, lengths = [], [], [], []
+            if self.scores_prompt:
+                logprobs, top = map(list, zip(*self._prompt_scores, strict=True))
+                names = [self._token_bytes.name(token) for token in tokens]
+                lengths = [len(piece) for piece in pieces]
+            reason: FinishReason = "length" if self._only_reads else ""
+            text, count = "".join(pieces), len(self.prompt) if self._only_reads else 0
+            for i in range(self.width):
+                chunk = Chunk(text, tokens, reason, i, logprobs, names, top, count, lengths=lengths)
+                self.deliver(chunk)
         self.begun = True
         if self._only_reads:
             return Step([], [])
@@ -177,7 +204,7 @@ class Samples(SequenceGroup):
                 alive.append(branch)
                 step.tokens.append(chunk.tokens[-1])
                 step.parents.append(parent)
-        self._branches = alive
+        self._branches = alive  # in the order of their rows, which the batcher closes up
         return step
 
     def draft(self) -> list[int]:
@@ -186,21 +213,6 @@ class Samples(SequenceGroup):
     def expire(self) -> None:
         for branch in self._branches:
             self.deliver(branch.expired())
-
-    def _answer_prompt(self) -> None:
-        tokens: list[int] = self.prompt.tolist() if self._params.echo else []
-        pieces = self._token_bytes.echo(tokens)
-        text = "".join(pieces)
-        logprobs, top, names, lengths = [], [], [], []
-        if self.scores_prompt:
-            logprobs, top = map(list, zip(*self._prompt_scores, strict=True))
-            names = [self._token_bytes.name(token) for token in tokens]
-            lengths = [len(piece) for piece in pieces]
-        reason: FinishReason = "length" if self._only_reads else ""
-        count = len(self.prompt) if self._only_reads else 0
-        for i in range(self.width):
-            chunk = Chunk(text, tokens, reason, i, logprobs, names, top, count, lengths=lengths)
-            self.deliver(chunk)
 
 
 class _Branch:
@@ -215,7 +227,7 @@ class _Branch:
         self._count, self._prompt_tokens = 0, len(request.prompt)
         self._token_bytes = vocabulary.token_bytes
         self._lookup = Lookup(request.prompt)
-        self._grammar = request.grammar and request.grammar.copy()
+        self._grammar = request.grammar and request.grammar.copy()  # a state for each branch
 
     def draft(self) -> list[int]:
         return self._lookup.draft(self._max_tokens - self._count - 1)
@@ -230,7 +242,7 @@ class _Branch:
         allowed = None
         if self._grammar is not None:
             allowed = self._grammar.allowed()
-            if allowed is None:
+            if allowed is None:  # the text is complete, and cannot continue
                 return self._ended(self._text.rest(), "stop")
         token = next_token(
             logits,
@@ -259,6 +271,7 @@ class _Branch:
         count = self._prompt_tokens if reason else 0
         if not self._params.logprobs:
             return Chunk(text, [token], reason, self._index, prompt_tokens=count)
+        # The model's own probabilities: of the logits before penalties, bias and grammar.
         chance, top = score(token, log_softmax(logits), self._params, self._token_bytes)
         return Chunk(
             text,
@@ -271,3 +284,151 @@ class _Branch:
             prompt_tokens=count,
             lengths=[self._text.length - before],
         )
+
+
+class Beams(SequenceGroup):
+    """Beam search with `params.num_beams` branches; the best `num_return_sequences` are delivered
+    at the end, best first. The rules, and the tokens, are those of `lathe.model.generate`."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._max_tokens, self._vocabulary = request.max_tokens, request.vocabulary
+        self._scores = np.zeros(1)  # (branches,)
+        self._tokens = np.zeros((1, 0), np.int64)  # (branches, so far)
+        self._ended: list[tuple[float, list[int]]] = []
+
+    def choose(self, logits: NDArray[np.float32]) -> Step:
+        """Select the surviving beams; at the first step all of them extend the prompt's branch."""
+        self.begun = True
+        N, V = self.width, self._vocabulary.size
+        log_probabilities = log_softmax(logits)
+        for row, tokens in zip(log_probabilities, self._tokens, strict=True):
+            if self._params.repetition_penalty != 1.0:
+                seen = np.zeros(V, bool)
+                seen[self.prompt] = seen[tokens] = True
+                row[:] = penalize(row, seen, self._params.repetition_penalty)
+        if self._tokens.shape[1] < self._params.min_tokens:
+            log_probabilities[:, self._vocabulary.end_ids] = -np.inf
+
+        # The best continuations of all beams together: a beam may have several of them, or none.
+        flat = (self._scores[:, None] + log_probabilities).ravel()
+        best = np.argpartition(-flat, min(2 * N, flat.size - 1))[: 2 * N]
+        best = best[np.argsort(-flat[best], kind="stable")]  # (2N,), no more than N of them end
+        scores, beams = flat[best], best // V
+        texts = np.concatenate([self._tokens[beams], (best % V)[:, None]], 1)
+        count = texts.shape[1]
+
+        # Only an end among the best N is a finished text: a worse one would not have been a beam.
+        ends = np.isin(texts[:, -1], self._vocabulary.end_ids) | (count == self._max_tokens)
+        for rank in np.flatnonzero(ends[:N]):
+            self._ended.append((self._final(scores[rank], count), texts[rank].tolist()))
+        self._ended = sorted(self._ended, key=lambda entry: -entry[0])[:N]
+        going = np.flatnonzero(~ends)[:N]
+        self._scores, self._tokens = scores[going], texts[going]
+        if count == self._max_tokens or (
+            # Even the best running beam can no longer enter the finished ones.
+            len(self._ended) == N and self._final(self._scores[0], count) <= self._ended[-1][0]
+        ):
+            self._deliver_best("length")
+            return Step([], [])
+        return Step(self._tokens[:, -1].tolist(), beams[going].tolist())
+
+    def _final(self, score: float, count: int) -> float:
+        return float(score / count**self._params.length_penalty)
+
+    def expire(self) -> None:
+        count = self._tokens.shape[1]
+        for score, tokens in zip(self._scores, self._tokens, strict=True):
+            self._ended.append((self._final(score, count), tokens.tolist()))
+        self._ended.sort(key=lambda entry: -entry[0])
+        self._deliver_best("timeout")
+
+    def _deliver_best(self, cut: FinishReason) -> None:
+        for index, (_, ids) in enumerate(self._ended[: self._params.num_return_sequences]):
+            reason = cut
+            if ids[-1] in self._vocabulary.end_ids:
+                ids, reason = ids[:-1], "stop"
+            stream = TextStream(self._vocabulary.token_bytes, self._params.stop)
+            text = "".join(stream.add(token) for token in ids) + stream.rest()
+            self.deliver(Chunk(text, ids, reason, index, prompt_tokens=len(self.prompt)))
+
+
+class Lookup:
+    """The text of a sequence, and drafts of its next tokens: speculative decoding by prompt lookup,
+    which drafts the tokens that followed an earlier occurrence of the last ones.
+
+    The tokens of a draft are verified in one step, which reads the model's weights once for all of
+    them. If a text repeats itself or its prompt, most drafts are accepted; otherwise they are
+    wasted.
+
+    Draft length: if each token is accepted with probability a, a draft of k tokens yields 1 + a +
+    ... + a^k tokens on average, in the time of 1 + k TOKEN_COST decoding steps. The length
+    maximizes this ratio, with a as a moving average over the sequence's own drafts. If not even one
+    token pays off, drafting pauses, then one token is tried; every failure doubles the pause.
+
+    Sources: prompt lookup decoding (Saxena, 2023); the expected number of tokens, Leviathan et al.,
+    Fast inference from transformers via speculative decoding (ICML 2023).
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._text = list(prompt)
+        self._follows: dict[tuple[int, ...], int] = {}  # where the text goes on after some tokens
+        self._indexed = 0
+        self._draft: list[int] = []  # what is left of it
+        self._chance = FIRST_CHANCE
+        self._pause, self._resumes = MIN_PAUSE_TOKENS, 0
+
+    def add(self, token: int) -> None:
+        """Append the chosen token, and compare it with the draft."""
+        self._text.append(token)
+        if not self._draft:
+            return
+        is_right = self._draft.pop(0) == token
+        self._chance += EMA_WEIGHT * (is_right - self._chance)
+        if is_right:
+            self._pause = MIN_PAUSE_TOKENS
+            return
+        self._draft = []
+        if not best_length(self._chance):
+            self._resumes = len(self._text) + self._pause
+            self._pause = min(2 * self._pause, MAX_PAUSE_TOKENS)
+
+    def draft(self, max_tokens: int) -> list[int]:
+        """Draft at most `max_tokens` tokens; empty if drafting does not pay off."""
+        if len(self._text) < self._resumes:
+            return []
+        length = min(max_tokens, max(1, best_length(self._chance)))
+        if length <= 0:
+            return []
+        # Index what has come since the last draft, except the last token, which nothing follows
+        # yet. Of several occurrences the latest one remains.
+        text = self._text
+        for end in range(self._indexed + 1, len(text)):
+            for size in SIZES:
+                self._follows[tuple(text[max(0, end - size) : end])] = end
+        self._indexed = len(text) - 1
+        continuations = (self._follows.get(tuple(text[-size:])) for size in SIZES)
+        start = next((start for start in continuations if start is not None), None)
+        if start is None:
+            return []
+        # A repetition that reaches the end of the text goes on in the draft.
+        repeated = cycle(self._text[start : start + length])
+        self._draft = list(islice(repeated, length))
+        return list(self._draft)
+
+
+def best_length(chance: float) -> int:
+    """The draft length that yields the most tokens per time.
+
+    Args:
+        chance: probability that a drafted token is accepted.
+    """
+    # `tokens` come out of a draft of `length` tokens; one more would add `right` to them, and
+    # TOKEN_COST to the time. The first length is best at which that lowers the rate.
+    tokens, right = 1.0, chance
+    for length in range(MAX_DRAFT_TOKENS):
+        cost = 1 + length * TOKEN_COST
+        if right / TOKEN_COST <= tokens / cost:
+            return length
+        tokens, right = tokens + right, right * chance
+    return MAX_DRAFT_TOKENS

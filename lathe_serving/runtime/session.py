@@ -1,19 +1,94 @@
-"""Runs an exported model with onnxruntime.
+"""Runs an exported model, or another graph, with onnxruntime.
 
 Imports only numpy and onnxruntime, which the server's environment has.
 """
 
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import MODEL, PREFIX_LENGTH, ExportedModel, Ids, Logits
-from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache, MixedCaches
-from lathe_serving.runtime.open_session import open_session
+from lathe_serving.runtime.kv_cache import KeyValues, KVCache, MixedCaches
+
+CPUINFO = Path("/proc/cpuinfo")
+ROUNDED_INPUT = 4  # `accuracy_level` of `MatMulNBits` with inputs in 8 bits
+PLAIN_ATTENTION = "ORT_GQA_DISABLE_FLASH_ATTENTION"
+
+
+def open_session(
+    model: Path | bytes, threads: int = 0, optimized: Path | None = None
+) -> ort.InferenceSession:
+    """Load a graph on the CPU, from a file or serialized; the optimized graph that runs is written
+    to `optimized`, if given.
+
+    Raises:
+        UserError: the file is missing or corrupt.
+    """
+    # Read by onnxruntime when it makes a session. Its tiled attention (1.31) takes twice as long as
+    # the plain one on the prompts that a GPT of this size can have.
+    os.environ.setdefault(PLAIN_ATTENTION, "1")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Idle threads spin within a run, where it pays off, but not between runs.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    # A float input of an int8 weight stays float32; by default it would be rounded to int8 too.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    if saturates(CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""):
+        # Exact, but several times slower on other CPUs: it disables the fast kernels.
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    try:
+        source = model if isinstance(model, bytes) else str(model)
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        first = str(error).splitlines()[0]
+        what = "graph" if isinstance(model, bytes) else model
+        raise UserError(
+            f"{what}: onnxruntime cannot load it: {first}", "export again", Code.CORRUPT
+        ) from error
+
+
+def saturates(cpuinfo: str) -> bool:
+    """Whether the CPU in `/proc/cpuinfo` is an x86 without VNNI, where onnxruntime's uint8 x int8
+    kernel adds pairs of products in 16 bits, which overflow."""
+    flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
+    return bool(flags) and "vnni" not in flags
+
+
+@dataclass
+class ContiguousCache(KVCache):
+    """onnxruntime's layout: buffers (batch, n_kv_head_i, capacity, head_dim), float32 or float16 as
+    the graph computes.
+
+    Attributes:
+        single_stream: for `SingleStreamModel`, with one row: the same memory, bound to its second
+            graph.
+    """
+
+    binding: Any = field(repr=False)
+    single_stream: "ContiguousCache | None" = field(default=None, repr=False)
+
+    def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
+        buffer[to, :, :n] = buffer[of, :, :n]
+
+    def _n_head(self, buffer: NDArray[Any]) -> int:
+        return int(buffer.shape[1])
+
+    def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
+        return buffer[0, :, first : first + n]
+
+    def _set(self, buffer: NDArray[Any], first: int, tokens: KeyValues) -> None:
+        buffer[0, :, first : first + tokens.shape[1]] = tokens
 
 
 class OnnxModel(ExportedModel):

@@ -19,9 +19,13 @@ from onnx import helper, numpy_helper
 
 from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import MODEL, Ids, Logits
-from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache
-from lathe_serving.runtime.open_session import ROUNDED_INPUT, open_session
-from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.kv_cache import KVCache
+from lathe_serving.runtime.session import (
+    ROUNDED_INPUT,
+    ContiguousCache,
+    OnnxModel,
+    open_session,
+)
 
 SIZE = 128  # of a group of features with a scale of the input
 SIGN = 0x80  # turns an int8 into a uint8 that is 128 more

@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lathe_base.parameters import Params
 from lathe_serving.runtime.batcher import Batcher
-from lathe_serving.runtime.beams import Beams
-from lathe_serving.runtime.checked_backend import CheckedBackend
-from lathe_serving.runtime.contract import Receiver, TextBackend, Watcher
+from lathe_serving.runtime.contract import CheckedBackend, Receiver, TextBackend, Watcher
 from lathe_serving.runtime.open_model import OPENERS, REFERENCE_RUNTIME, open_model
-from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.sequence_group import Request, Samples, Vocabulary
+from lathe_serving.runtime.sequence_group import Beams, Request, Samples, Vocabulary
 
 
 class TextGenerator(CheckedBackend):

@@ -35,12 +35,11 @@ from uuid import uuid4
 import numpy as np
 
 from lathe_base.errors import Code, UserError
-from lathe_serving.runtime.checked_backend import CheckedBackend
-from lathe_serving.runtime.contract import Receiver, Watcher
+from lathe_base.parameters import Params
+from lathe_serving.runtime.contract import CheckedBackend, Receiver, Watcher
 from lathe_serving.runtime.exported_model import end_ids, read_export
 from lathe_serving.runtime.grammar import parse_constraint
 from lathe_serving.runtime.grammar_compiler import JSON_OPTIONS
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import VLLM_FORMAT, Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import Score
 from lathe_serving.runtime.text import TextStream

@@ -24,8 +24,7 @@ from lathe_base.config.settings import ExportSettings, Recipe
 from lathe_base.config.settings.types import Bits
 from lathe_base.errors import Code
 from lathe_serving.runtime.open_model import open_model
-from lathe_serving.runtime.open_session import CPUINFO, saturates
-from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.session import CPUINFO, OnnxModel, saturates
 from tests.support.errors import raises
 from tests.support.families import CASES, TOKENS, in_turn, make, quantized, save
 from tests.support.small_export import write_held_out

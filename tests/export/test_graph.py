@@ -14,7 +14,7 @@ from lathe.model.checkpoint import HFTensors
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight, integer_weight
 from lathe.model.quantization import LinearFormat, WeightFormat
-from lathe_serving.runtime.open_session import open_session
+from lathe_serving.runtime.session import open_session
 from tests.support.small_export import (
     PRUNED,
     UNIFORM,

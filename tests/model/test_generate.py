@@ -26,7 +26,7 @@ from lathe_base.artifacts.sampling import SamplingDefaults
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.errors import Code
 from lathe_base.progress import Bar
-from lathe_serving.runtime.prompt import encode_prompts
+from lathe_serving.runtime.text import encode_prompts
 from tests.support.errors import raises
 from tests.support.small_models import small_config
 from tests.support.tables import quick_only

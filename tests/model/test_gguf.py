@@ -25,7 +25,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gguf import import_gguf
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
-from lathe_serving.runtime.prompt import encode_prompts
+from lathe_serving.runtime.text import encode_prompts
 from tests.support.errors import raises
 from tests.support.families import FAMILIES, LLAMA3, PATHS, make
 from tests.support.gguf_files import real_gguf, vocabulary, write_gguf

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 from tokenizers import Tokenizer
 
 from lathe_serving.client.playground import playground, serve_exports
-from lathe_serving.runtime.prefix_cache import BLOCK
+from lathe_serving.runtime.kv_cache import BLOCK
 from lathe_serving.server import TritonServer
 from tests.support.fake_openai import STREAM, answering, chunked, error, piece, stream
 from tests.support.gateways import opened, with_chat_template

@@ -13,9 +13,10 @@ from tritonclient.grpc import model_config_pb2
 from lathe_base.artifacts.sampling import sampling_defaults
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import Code
+from lathe_base.parameters import Params
 from lathe_serving.gateway.triton import models_by_name, read_models
 from lathe_serving.repository import remove_bytecode, require_whole, write_repository
-from lathe_serving.runtime.params import Params, parse
+from lathe_serving.runtime.protocol import parse
 from tests.support.errors import raises
 from tests.support.small_export import UNIFORM, make_model, write_unproven
 

@@ -17,7 +17,7 @@ import numpy as np
 import openvino
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime import open_session
+from lathe_serving.runtime import session
 from lathe_serving.runtime.open_model import open_model
 
 RUNTIMES = ("onnxruntime_single_stream", "openvino")
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     if "ONEDNN_MAX_CPU_ISA" in os.environ:
         openvino.Core = WithoutBFloat16
     if flags := os.environ.get(CPU_FLAGS):  # an emulator shows the real /proc/cpuinfo
-        open_session.CPUINFO = Path(sys.argv[1]) / "cpuinfo"
-        open_session.CPUINFO.write_text(f"flags : {flags}\n")
+        session.CPUINFO = Path(sys.argv[1]) / "cpuinfo"
+        session.CPUINFO.write_text(f"flags : {flags}\n")
     exports = sorted(path.parent for path in Path(sys.argv[1]).glob("*/export.json"))
     print(json.dumps({export.name: inspect_export(export) for export in exports}))

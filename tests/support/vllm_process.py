@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lathe_base.errors import UserError
+from lathe_base.parameters import Params
 from lathe_serving.runtime.contract import Receiver
-from lathe_serving.runtime.params import Params
 from tests.support import environments
 
 ASK_SECONDS = 0.005

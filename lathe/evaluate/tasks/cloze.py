@@ -21,7 +21,7 @@ from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, ans
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
-from lathe_serving.runtime.prompt import encode_pairs
+from lathe_serving.runtime.text import encode_pairs
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from lathe.evaluate.score_requests import ScoreLimits, Scorer
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
-from lathe_serving.runtime.prompt import TooManyTokens, encode_prompts
+from lathe_serving.runtime.text import TooManyTokens, encode_prompts
 
 Expected = TypeVar("Expected")
 Row = dict[str, Any]

@@ -23,7 +23,7 @@ from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.artifacts.kinds import checked
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
-from lathe_serving.runtime.prompt import encode_prompts
+from lathe_serving.runtime.text import encode_prompts
 
 HINT = (
     'a line is HellaSwag\'s {"ctx": "...", "endings": ["...", "..."], "label": 0} or ARC\'s '

@@ -25,7 +25,7 @@ from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, ans
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base import inputs
 from lathe_base.errors import Code, UserError
-from lathe_serving.runtime.prompt import bos_ids, encode_prompts
+from lathe_serving.runtime.text import bos_ids, encode_prompts
 
 log = logging.getLogger("lathe")
 

@@ -37,8 +37,7 @@ from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
 from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.runtime.exported_model import MODEL
-from lathe_serving.runtime.openvino_attention import rotated
-from lathe_serving.runtime.openvino_graph import Heads, Translator, Value, is_lookup
+from lathe_serving.runtime.openvino_graph import Heads, Translator, Value, is_lookup, rotated
 
 ENGINE = "openvino-genai"
 FOLDER = "openvino"

@@ -22,7 +22,7 @@ from lathe_serving.gateway.admission import Limits
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
 from lathe_serving.gateway.triton import read_models
-from lathe_serving.runtime.prefix_cache import BLOCK
+from lathe_serving.runtime.kv_cache import BLOCK
 from lathe_serving.server import TritonServer
 from tests.support.errors import raises
 from tests.support.gateways import opened, with_chat_template

@@ -23,17 +23,16 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import GenerationSettings
 from lathe_base.errors import Code
+from lathe_base.parameters import Params
 from lathe_serving.runtime import batcher as batcher_module
-from lathe_serving.runtime import checked_backend
+from lathe_serving.runtime import contract
 from lathe_serving.runtime import sequence_group as group_module
 from lathe_serving.runtime.batcher import Batcher
-from lathe_serving.runtime.checked_backend import ENCODERS
-from lathe_serving.runtime.contract import Receiver, Watcher
-from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.prefix_cache import BLOCK
-from lathe_serving.runtime.prompt import encode_prompts
+from lathe_serving.runtime.contract import ENCODERS, Receiver, Watcher
+from lathe_serving.runtime.kv_cache import BLOCK
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.sequence_group import SequenceGroup
+from lathe_serving.runtime.text import encode_prompts
 from lathe_serving.runtime.text_generator import TextGenerator
 from tests.support.errors import raises
 from tests.support.small_export import PRUNED, make_model, write_unproven
@@ -342,8 +341,8 @@ def test_no_request_waits_for_the_tokens_of_a_long_text(
         assert texts == ["a"] or may_encode.wait(60)
         return encode_prompts(tokenizer, texts)
 
-    monkeypatch.setattr(checked_backend, "encode_prompts", encode)
-    monkeypatch.setattr(checked_backend, "LONG_TEXT", 20)
+    monkeypatch.setattr(contract, "encode_prompts", encode)
+    monkeypatch.setattr(contract, "LONG_TEXT", 20)
     generator = TextGenerator(folder, 12, threads=1, max_running=2, max_queue=2)
     try:
         long = [Caller(generator, "a" * 21, GREEDY) for _ in range(ENCODERS + 2)]

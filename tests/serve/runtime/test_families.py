@@ -13,9 +13,9 @@ from lathe.export.export import export
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.generate import generate
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe, ServingSettings
+from lathe_base.parameters import Params
 from lathe_serving.client import Client
 from lathe_serving.repository import write_repository
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.text_generator import TextGenerator
 from lathe_serving.server import ANY_PORTS, start
 from tests.serve.runtime.test_batcher import Caller

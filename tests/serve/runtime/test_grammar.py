@@ -11,8 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe_base.errors import Code
+from lathe_base.parameters import Params
 from lathe_serving.runtime.grammar import MAX_DIGITS, Grammar, Grammars
-from lathe_serving.runtime.params import Params, parse
+from lathe_serving.runtime.protocol import parse
 from lathe_serving.runtime.sampling import next_token
 from lathe_serving.runtime.text import TokenBytes
 from lathe_serving.runtime.text_generator import TextGenerator

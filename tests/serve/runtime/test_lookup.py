@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lathe_serving.runtime import lookup as lookup_module
+from lathe_base.parameters import Params
+from lathe_serving.runtime import sequence_group as group_module
 from lathe_serving.runtime import text_generator as generator_module
 from lathe_serving.runtime.batcher import Batcher
 from lathe_serving.runtime.contract import Receiver, Watcher
-from lathe_serving.runtime.lookup import (
+from lathe_serving.runtime.protocol import Chunk
+from lathe_serving.runtime.sequence_group import (
     MAX_DRAFT_TOKENS,
     MAX_PAUSE_TOKENS,
     MIN_PAUSE_TOKENS,
@@ -24,8 +26,6 @@ from lathe_serving.runtime.lookup import (
     Lookup,
     best_length,
 )
-from lathe_serving.runtime.params import Params
-from lathe_serving.runtime.protocol import Chunk
 from lathe_serving.runtime.text_generator import TextGenerator
 
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0, max_tokens=50)
@@ -136,7 +136,7 @@ def drafts(draft: Callable[[list[int], int], list[int]]) -> Iterator[None]:
         return draft(lookup._text, most)[:most]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup_module.Lookup, "draft", instead)
+        patch.setattr(group_module.Lookup, "draft", instead)
         yield
 
 

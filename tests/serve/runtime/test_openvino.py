@@ -21,8 +21,8 @@ from lathe_serving.client import Client
 from lathe_serving.repository import write_repository
 from lathe_serving.runtime import open_model as open_model_module
 from lathe_serving.runtime.open_model import mean_difference, open_model
-from lathe_serving.runtime.open_session import CPUINFO, saturates
 from lathe_serving.runtime.openvino_model import OpenVINOModel
+from lathe_serving.runtime.session import CPUINFO, saturates
 from lathe_serving.server import ANY_PORTS, start
 from lathe_serving.state import LOG_FILE
 from tests.support.errors import raises

@@ -5,8 +5,8 @@ import pytest
 
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import Code
-from lathe_base.parameters import FIELDS, Range
-from lathe_serving.runtime.params import Params, parse
+from lathe_base.parameters import FIELDS, Params, Range
+from lathe_serving.runtime.protocol import parse
 from lathe_serving.runtime.text_generator import BACKENDS
 from tests.support.errors import raises
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe_serving.runtime.kv_cache import ContiguousCache, KVCache, PagedCache
-from lathe_serving.runtime.prefix_cache import BLOCK, PrefixCache
+from lathe_serving.runtime.kv_cache import BLOCK, KVCache, PrefixCache
+from lathe_serving.runtime.openvino_model import PagedCache
+from lathe_serving.runtime.session import ContiguousCache
 
 HEADS, SIZE, CAPACITY = (3, 1), 2, 256
 BLOCK_BYTES = 2 * sum(HEADS) * SIZE * BLOCK * 4

@@ -10,15 +10,15 @@ from transformers import PreTrainedTokenizerFast
 from lathe.data.tokenize import encoded
 from lathe.data.tokenizer import load_tokenizer
 from lathe_base.config.settings import PrepareSettings
-from lathe_serving.runtime.prompt import (
+from lathe_serving.runtime.text import (
     DENSE,
+    TokenBytes,
     TokenLimit,
     TooManyTokens,
     bos_ids,
     encode_pairs,
     encode_prompts,
 )
-from lathe_serving.runtime.text import TokenBytes
 from tests.conftest import SHARED
 from tests.support.tokenizers import metaspace_tokenizer
 

@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lathe_serving.runtime.params import Params
+from lathe_base.parameters import Params
 from lathe_serving.runtime.sampling import distribution, next_token, penalize
 
 VOCAB, EOS = 200, 7

@@ -9,9 +9,8 @@ from tokenizers import Tokenizer
 
 from lathe_base.errors import Code
 from lathe_serving.runtime.exported_model import ExportedModel, pad
-from lathe_serving.runtime.open_session import PLAIN_ATTENTION, saturates
 from lathe_serving.runtime.openvino_model import OpenVINOModel
-from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.session import PLAIN_ATTENTION, OnnxModel, saturates
 from tests.support.errors import raises
 from tests.support.small_export import PRUNED, make_model, random_tokens, write_unproven
 

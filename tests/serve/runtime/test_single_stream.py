@@ -18,7 +18,7 @@ from lathe_base.errors import Code
 from lathe_serving.runtime import open_model as open_model_module
 from lathe_serving.runtime.exported_model import MODEL
 from lathe_serving.runtime.open_model import mean_difference, open_model
-from lathe_serving.runtime.open_session import CPUINFO, saturates
+from lathe_serving.runtime.session import CPUINFO, saturates
 from lathe_serving.runtime.single_stream import SingleStreamModel, write_single_stream_graph
 from lathe_serving.server import ANY_PORTS
 from tests.support import families

@@ -23,8 +23,8 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe_base.config.settings import ExportSettings
 from lathe_base.errors import Code, UserError
+from lathe_base.parameters import Params
 from lathe_serving.runtime.contract import Receiver, TextBackend
-from lathe_serving.runtime.params import Params
 from lathe_serving.runtime.protocol import Chunk, InvalidRequest
 from lathe_serving.runtime.text_generator import BACKENDS, TextGenerator
 from tests.support.errors import raises

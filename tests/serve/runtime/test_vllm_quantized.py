@@ -18,7 +18,7 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings import ExportSettings, Recipe
 from lathe_base.errors import StageError, UserError
-from lathe_serving.runtime.params import Params
+from lathe_base.parameters import Params
 from lathe_serving.runtime.vllm_engine import cpu_settings
 from tests.serve.runtime.test_vllm import answer
 from tests.support import environments
