@@ -68,6 +68,7 @@ class Batcher:
         self._speculates, self._watcher = speculates, watcher or Watcher()
         self._cache = model.start(max_running)
         self._prefixes = PrefixCache(prefix_bytes)
+        # Views of the cache, by their rows: binding a runtime to memory takes time.
         self._parts: dict[tuple[int, int], KVCache] = {}
         self._pairs: dict[tuple[int, int], MixedCaches] = {}
         self._waiting: deque[SequenceGroup] = deque()
@@ -107,6 +108,7 @@ class Batcher:
                 )
                 if not self._open:
                     break
+            # Without the lock: nobody who submits waits for a step.
             self._step()
             rows = len(self._owners)
             kv_tokens = int(self._cache.lengths[[*range(rows), *self._reading.values()]].sum())
@@ -123,6 +125,7 @@ class Batcher:
     def _step(self) -> None:
         """Decode one token for every running branch, and read as much of the prompts as fits."""
         self._drop_cancelled()
+        # How much is read at most: see the size of chunks above.
         free = self.max_running - len(self._owners)
         budget = MIXED_CHUNK + TOKENS_PER_SLOT * free if self._rows else PREFILL_CHUNK
         plan = self._plan(budget)
@@ -131,6 +134,8 @@ class Batcher:
         if not plan:
             self._decode()
             return
+        # The last chunk shares its pass over the weights with decoding, if the graph can do that
+        # and nobody wants logits at every token of the prompt.
         group, size = plan[-1]
         chunk = self._chunk(group, size)
         if not self._rows:
@@ -154,6 +159,8 @@ class Batcher:
     def _plan(self, budget: int) -> list[tuple[SequenceGroup, int]]:
         """The requests whose prompts are read in this step, with the number of tokens of each: at
         most `budget` in total, where a short chunk counts as MIN_CHUNK_TOKENS."""
+        # Those that are being read, and those for which there are slots; in the order of arrival,
+        # so that a wide request is not overtaken for ever by narrow ones.
         readable, free = list(self._reading), self._free_slots()
         for group in self._waiting:
             free -= group.width
@@ -162,16 +169,20 @@ class Batcher:
             readable.append(group)
         if not readable:
             return []
+
+        # The shortest first, but the oldest at every other step; see above.
         readable.sort(key=lambda group: group.arrived)
         unread = {group: self._unread(group) for group in readable}
         oldest, order = readable[0], sorted(readable, key=unread.__getitem__)
         if self._owes_oldest:
             order.sort(key=lambda group: group is not oldest)
         self._owes_oldest = order[0] is not oldest
+
+        # As many whole prompts as the budget has room for.
         plan: list[tuple[SequenceGroup, int]] = []
-        whole = budget
+        total = budget
         for group in order:
-            if plan and unread[group] > whole:
+            if plan and unread[group] > total:
                 break  # it would only delay the first tokens of those before it
             size = min(unread[group], budget)
             plan.append((group, size))
@@ -214,7 +225,7 @@ class Batcher:
         """Read a chunk of a prompt alone."""
         part = self._prompt_cache(group)
         try:
-            if group.scores_prompt:
+            if group.scores_prompt:  # logits after every token, not only the last one
                 done = int(part.lengths[0])
                 every = self.model.read(part, chunk)
                 group.read(done, every)
@@ -237,6 +248,7 @@ class Batcher:
             pair, tokens = self._pairs[key], np.array(self._tokens)
             logits, prompt_logits = self.model.mix(pair, tokens, chunk, is_last)
         except Exception as error:
+            # The prompt may be to blame: the others decode without it.
             self._fail_prompt(group, error)
             self._decode()
             return
@@ -283,32 +295,31 @@ class Batcher:
             self._rows[group] = list(branches)
 
     def _decode(self) -> None:
-        """Decode one token for every running branch."""
+        """Decode one token for every running branch, or several for one that is alone."""
         if not self._rows:
             return
         # A draft makes a step longer: only for a branch that is alone, while no request waits.
         is_alone = len(self._owners) == 1 and not self._reading and not self._waiting
-        if self._speculates and is_alone and (draft := self._owners[0].draft()):
-            self._verify(draft)
-            return
-        tokens = np.array(self._tokens)[:, None]
+        draft = self._owners[0].draft() if self._speculates and is_alone else []
         try:
-            logits = self.model.step(self._part(0, len(tokens)), tokens)
+            part = self._part(0, len(self._tokens))
+            length = int(part.lengths[0])
+            if draft:
+                logits = self.model.read(part, np.array([*self._tokens, *draft]))
+            else:
+                logits = self.model.step(part, np.array(self._tokens)[:, None])
         except Exception as error:
-            self._fail_rows(error)
+            for group in list(self._rows):
+                group.deliver(error)
+                self._assign_rows(group, ENDED)
             return
-        self._choose(dict(self._rows), logits)
+        if not draft:
+            self._choose(dict(self._rows), logits)
+            return
 
-    def _verify(self, draft: list[int]) -> None:
-        """Decode the only branch with a draft in one step, and choose its tokens one by one from
-        the logits, as without a draft, for as long as they match the draft."""
-        group, part, accepted = self._owners[0], self._part(0, 1), 0
-        length = int(part.lengths[0])
-        try:
-            logits = self.model.read(part, np.array([*self._tokens, *draft]))
-        except Exception as error:
-            self._fail_rows(error)
-            return
+        # Choose the draft's tokens one by one from the logits, as without a draft, for as long as
+        # they match it. The last logits, after a whole draft, choose one token more.
+        group, accepted = self._owners[0], 0
         for accepted, drafted in enumerate((*draft, None)):
             part.lengths[0] = length + accepted + 1  # what comes after is forgotten
             self._choose({group: [0]}, logits[accepted : accepted + 1])
@@ -316,11 +327,6 @@ class Batcher:
             if group not in self._rows or self._tokens[0] != drafted:
                 break
         self._notify_watcher(self._watcher.drafted, len(draft), accepted)
-
-    def _fail_rows(self, error: Exception) -> None:
-        for group in list(self._rows):
-            group.deliver(error)
-            self._assign_rows(group, ENDED)
 
     def _choose(
         self, running: Mapping[SequenceGroup, list[int]], logits: NDArray[np.float32]
@@ -341,26 +347,24 @@ class Batcher:
         """Assign the group's rows to its next branches, and free the surplus."""
         rows = self._rows[group]
         kept, spare = rows[: len(step.tokens)], rows[len(step.tokens) :]
+        # A beam may continue another's text: its row becomes a copy of the parent's.
         self._cache.permute(kept, [rows[parent] for parent in step.parents])
         for row, token in zip(kept, step.tokens, strict=True):
             self._tokens[row] = token
         self._rows[group] = kept
-        # From the end: freeing a row moves the last one into it, which must be one that stays.
+        # Running branches stay in the first rows: the last one moves into a row that is freed. From
+        # the end, so that it is one that stays.
         for row in sorted(spare, reverse=True):
-            self._free(row)
+            last = len(self._owners) - 1
+            if row != last:
+                self._cache.permute([row], [last])
+                self._tokens[row], mover = self._tokens[last], self._owners[last]
+                self._owners[row] = mover
+                self._rows[mover][self._rows[mover].index(last)] = row
+            self._owners.pop()
+            self._tokens.pop()
         if not kept:
             del self._rows[group]
-
-    def _free(self, row: int) -> None:
-        """Free a row: the last running one moves into it."""
-        last = len(self._owners) - 1
-        if row != last:
-            self._cache.permute([row], [last])
-            self._tokens[row], mover = self._tokens[last], self._owners[last]
-            self._owners[row] = mover
-            self._rows[mover][self._rows[mover].index(last)] = row
-        self._owners.pop()
-        self._tokens.pop()
 
     def _notify_watcher(self, what: Callable[..., None], *values: float) -> None:
         """Call the watcher; its errors must not affect requests."""

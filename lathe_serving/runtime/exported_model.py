@@ -56,7 +56,22 @@ class ExportedModel(ABC):
         self.vocab_size: int = self.metadata["vocab_size"]
         self.eos_id: int = self.metadata["eos_id"]
         self.n_prefix = len(self.metadata.get("prefix_tokens", ()))
-        self.prefix: KeyValues | None = _read_prefix(self) if self.n_prefix else None
+        self.prefix: KeyValues | None = None
+        if self.n_prefix:
+            path = self.folder / PREFIX
+            try:
+                self.prefix = np.load(path)
+            except (OSError, ValueError) as error:
+                code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.MALFORMED
+                raise UserError(f"{path}: cannot be read: {error}", "export again", code) from None
+            # Keys of all layers, then values, as in `KVCache.read`.
+            shape = (2 * sum(self.n_kv_head), self.n_prefix, self.head_dim)
+            if self.prefix.shape != shape:
+                raise UserError(
+                    f"{path}: has shape {self.prefix.shape}, not {shape}",
+                    "export again",
+                    Code.MALFORMED,
+                )
 
     @property
     def end_ids(self) -> list[int]:
@@ -134,10 +149,11 @@ class ExportedModel(ABC):
         totals, total = rows.lengths + 1, int(prompt.lengths[0]) + len(chunk)
         if max(int(totals.max()), total) > rows.capacity:
             raise ValueError(f"the step exceeds the cache's {rows.capacity} tokens")
+        # The graph gets the chunk before the rows' tokens; logits of a chunk are needed only after
+        # its last token, and only if that ends the prompt.
         wanted = np.arange(len(chunk) - is_last, len(chunk) + len(tokens))
         logits = self._mix(caches, tokens, chunk, wanted)
         rows.lengths[:], prompt.lengths[:] = totals, total
-        # The chunk's logits are first, as its tokens are.
         return logits[is_last:], logits[: int(is_last)]
 
     def logits(self, tokens: Ids, lengths: Ids | None = None, index: Ids | None = None) -> Logits:
@@ -204,7 +220,8 @@ class ExportedModel(ABC):
                     alive[row] = len(out[row]) < new_tokens and room > 0
             if not any(alive):
                 return out
-            # A finished row stays in place: its length is reset and its output ignored.
+            # A finished row stays in place: its length stops below the capacity, so that the step
+            # has room, and its output is ignored.
             idle = ~np.array(alive)
             cache.lengths[idle] = np.minimum(cache.lengths[idle], capacity - 1)
             logits = self.step(cache, best[:, None])
@@ -251,19 +268,3 @@ def read_export(folder: Path) -> dict[str, Any]:
     if not isinstance(metadata, dict) or not metadata.keys() >= set(NEEDED):
         raise UserError(f"{path}: not the metadata of an export", "export again", Code.WRONG_KIND)
     return metadata
-
-
-def _read_prefix(model: ExportedModel) -> KeyValues:
-    """Keys and values of the prefix, float32 (2 * sum of n_kv_head_i, n_prefix, head_dim)."""
-    path = model.folder / PREFIX
-    try:
-        prefix: KeyValues = np.load(path)
-    except (OSError, ValueError) as error:
-        code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.MALFORMED
-        raise UserError(f"{path}: cannot be read: {error}", "export again", code) from None
-    wanted = (2 * sum(model.n_kv_head), model.n_prefix, model.head_dim)
-    if prefix.shape != wanted:
-        raise UserError(
-            f"{path}: has shape {prefix.shape}, not {wanted}", "export again", Code.MALFORMED
-        )
-    return prefix

@@ -96,10 +96,13 @@ class Grammar:
         Raises:
             GrammarError: computing the mask is too expensive.
         """
+        # One bit for each token, padded to whole words.
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise _refused(self._matcher.get_error(), Code.TOO_LARGE)
         mask = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
+        # A text with an end as its only continuation is complete; otherwise it may end wherever the
+        # grammar accepts it, with any of the ids, of which llguidance knows only the model's own.
         mask[self._end_ids] = False
         if self._matcher.is_stopped() or not mask.any():
             return None
@@ -142,7 +145,8 @@ class Grammars:
             GrammarError: the constraint is invalid, not supported by llguidance, or too large.
             UserError: llguidance is not installed.
         """
-        matcher = self._compiled(constraint).deep_copy()
+        matcher = self._compiled(constraint).deep_copy()  # the cached one stays at the beginning
+        # A number in JSON may have any number of digits, so a model might never end one.
         digits = self._digits if '"json' in constraint or "%json" in constraint else None
         return Grammar(matcher, self._size, [*self._end_ids, *stop_ids], digits)
 
@@ -162,9 +166,15 @@ class Grammars:
         return self._source.to_str(), self._size, self._end_ids
 
     def _compile(self, constraint: str) -> Any:
-        tokenizer, code = self._tokenizer, Code.INVALID_VALUE
+        tokenizer, library, code = self._tokenizer, llguidance(), Code.INVALID_VALUE
         try:
-            grammar = _to_llguidance(constraint, llguidance())
+            kind, value = parse_constraint(constraint)
+            if kind == "json":
+                grammar = library.LLMatcher.grammar_from_json_schema(value, defaults=JSON_OPTIONS)
+            else:
+                grammar = str(library.grammar_from(kind, value))
+            # In a process with limits first: here an expensive grammar would take all of Triton's
+            # backend with it.
             error = self._checker.ask(grammar)
         except LimitExceeded as limit:
             error, code = str(limit), Code.TOO_LARGE
@@ -197,15 +207,6 @@ def parse_constraint(constraint: str) -> tuple[str, Any]:
     if kind == "regex":
         value = re.sub(r"\\(.)", lambda match: ASCII.get(match[1], match[0]), value, flags=re.S)
     return kind, value
-
-
-def _to_llguidance(constraint: str, library: Any) -> str:
-    """The constraint in llguidance's format; raises ValueError or TypeError."""
-    kind, value = parse_constraint(constraint)
-    if kind == "json":
-        text: str = library.LLMatcher.grammar_from_json_schema(value, defaults=JSON_OPTIONS)
-        return text
-    return str(library.grammar_from(kind, value))
 
 
 def _refused(error: str, code: Code) -> GrammarError:

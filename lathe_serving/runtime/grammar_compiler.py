@@ -100,7 +100,19 @@ class LimitedProcess:
         with self._lock:
             try:
                 if self._process is None:
-                    self._process = _start(self._module)
+                    # Triton's Python stub is not the interpreter that its environment has first on
+                    # PATH.
+                    is_python = Path(sys.executable or "").name.startswith("python")
+                    python = sys.executable if is_python else shutil.which("python3")
+                    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+                    python_path = os.pathsep.join(filter(None, paths))
+                    self._process = subprocess.Popen(
+                        [python or "python3", "-m", self._module],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        env={"PYTHONPATH": python_path, "PATH": os.environ["PATH"]},
+                    )
                     _send(self._process, self._first())
                 _send(self._process, value)
                 assert self._process.stdout is not None
@@ -129,20 +141,6 @@ class LimitedProcess:
             self._process = None
 
 
-def _start(module: str) -> subprocess.Popen[bytes]:
-    # Triton's Python stub is not the interpreter that its environment has first on PATH.
-    interpreter = Path(sys.executable or "")
-    python = sys.executable if interpreter.name.startswith("python") else shutil.which("python3")
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return subprocess.Popen(
-        [python or "python3", "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PATH": os.environ["PATH"]},
-    )
-
-
 def _send(process: subprocess.Popen[bytes], value: Any) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(value).encode() + b"\n")
@@ -165,13 +163,15 @@ def answer_lines(prepare: Callable[[Any], Callable[[Any], Any]]) -> None:
 
     def work() -> None:
         answer = prepare(json.loads(sys.stdin.readline()))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash here is an answer, not a bug
         limit_memory()
         for line in sys.stdin:
+            # The limit counts from the start of the process, in whole seconds.
             seconds = int(time.process_time()) + 1 + CPU_SECONDS
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
             print(json.dumps(answer(json.loads(line))), flush=True)
 
+    # On a thread, whose stack can be limited: what overflows it ends this process, not the server.
     threading.stack_size(STACK)
     thread = threading.Thread(target=work)
     thread.start()

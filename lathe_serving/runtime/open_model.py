@@ -65,7 +65,13 @@ def open_model(
         except UserError as error:
             reasons.append(error.what)
             continue
-        speedups = _speedups(reference, other, rows)
+        # Medians of the ratios of alternating rounds: what else the machine does in the meantime
+        # slows down both of a round. The first round warms up.
+        pair = (reference, other)
+        seconds = [[_seconds(model, rows) for model in pair] for _ in range(ROUNDS + 1)]
+        timings, others = np.array(seconds[1:]).swapaxes(0, 1)  # (rounds, cases) each
+        medians = np.median(timings / others, axis=0).tolist()
+        speedups = dict(zip(("prompt", "one row", f"{rows} rows"), medians, strict=True))
         mean = float(np.exp(np.mean(np.log(list(speedups.values())))))
         each = ", ".join(f"{case} {speedup:.2f}" for case, speedup in speedups.items())
         reasons.append(f"{name} is {mean:.2f} times as fast as onnxruntime ({each})")
@@ -137,18 +143,10 @@ def mean_difference(
     return error / n
 
 
-def _speedups(first: ExportedModel, second: ExportedModel, rows: int) -> dict[str, float]:
-    """Speedup of the second over the first: medians of the ratios of alternating rounds."""
-    seconds = [[_seconds(model, rows) for model in (first, second)] for _ in range(ROUNDS + 1)]
-    timings, others = np.array(seconds[1:]).swapaxes(0, 1)  # (rounds, cases); the first warms up
-    ratios = timings / others
-    names = ("prompt", "one row", f"{rows} rows")
-    return dict(zip(names, np.median(ratios, axis=0).tolist(), strict=True))
-
-
 def _seconds(model: ExportedModel, rows: int) -> list[float]:
     """Times of reading a chunk of a prompt, and of decoding one row and many rows after such
     chunks."""
+    # As in service: chunks of the size that the batcher reads, and steps after such a chunk.
     length = min(PREFILL_CHUNK, model.n_positions // 2)
     steps = min(STEPS, model.n_positions - length)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (rows, length))

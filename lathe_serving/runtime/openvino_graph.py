@@ -28,7 +28,9 @@ from openvino import opset15 as ops
 from lathe_serving.runtime.session import ROUNDED_INPUT
 
 LAYOUT = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
-BLOCK = 32  # tokens of a cache's block; the only size that OpenVINO's attention for CPUs takes
+BLOCK_TOKENS = (
+    32  # tokens of a cache's block; the only size that OpenVINO's attention for CPUs takes
+)
 MAX_CONTEXT_INPUT = "max_context_len"
 LEVELS = 256  # of an INT8 activation, around zero
 SIGNS = {4: 0x88, 8: 0x80}  # by bits: turns unsigned integers into two's complements
@@ -111,7 +113,16 @@ class Translator:
 
     def model(self) -> Model:
         """The translated model."""
-        for node in self._needed():
+        # The nodes that the logits depend on, from the end. Those for mixed steps drop out: an `If`
+        # counts as the attention in its branch for ordinary steps.
+        needed, nodes = {"logits"}, []
+        for node in reversed(self.graph.node):
+            if needed.isdisjoint(node.output):
+                continue
+            read = _branch_attention(node) if node.op_type == "If" else node
+            needed |= {name for name in read.input if name not in self.cache_dims}
+            nodes.append(node)
+        for node in reversed(nodes):
             self.values[node.output[0]] = self.translated(node)
         result = ops.result(self.output("logits"))
         result.output(0).get_tensor().set_names({"logits"})
@@ -121,17 +132,6 @@ class Translator:
     def group(self) -> int:
         """Size of the groups in which inputs of all integer weights are rounded, or 0."""
         return min(self.groups, default=0)
-
-    def _needed(self) -> list[onnx.NodeProto]:
-        """The nodes that the logits depend on, without those for mixed steps only."""
-        needed, nodes = {"logits"}, []
-        for node in reversed(self.graph.node):
-            if needed.isdisjoint(node.output):
-                continue
-            read = _branch_attention(node) if node.op_type == "If" else node
-            needed |= {name for name in read.input if name not in self.cache_dims}
-            nodes.append(node)
-        return nodes[::-1]
 
     def input(self, name: str, kind: Type, *shape: int) -> Output:
         """Add an input to the model; -1 is any size."""
@@ -192,9 +192,18 @@ class Translator:
             case "QuantizeLinear":
                 return Rounded(self.output(node.input[0]), self._array(node.input[1]))
             case "DequantizeLinear":
-                return self._dequantize(node)
+                scale = self._array(node.input[1])
+                if not isinstance(x, Rounded):
+                    return Integers(self._array(node.input[0]), scale)
+                # The plugin for CPUs fuses it into the product after it, if that is of integers.
+                low, high = np.float32(-LEVELS / 2 * scale), np.float32((LEVELS / 2 - 1) * scale)
+                return ops.fake_quantize(x.x, low, high, low, high, LEVELS).output(0)
             case "MatMul":
-                return self._matmul(node)
+                factor, weight = self.output(node.input[0]), self.values[node.input[1]]
+                is_float = factor.get_node().get_type_name() != "FakeQuantize"
+                if isinstance(weight, Integers) and is_float:
+                    self.groups.add(0)  # its input must not be rounded
+                return ops.matmul(factor, self.weight(node), False, True).output(0)
             case "MatMulNBits":
                 return self._matmul_grouped(node)
             case "GatherBlockQuantized":
@@ -253,19 +262,6 @@ class Translator:
         mean = ops.reduce_mean(ops.power(x, np.float32(2)), np.array([-1]), True)
         root = ops.sqrt(ops.add(mean, np.float32(_attributes(node)["epsilon"])))
         return ops.multiply(ops.divide(x, root), weight).output(0)
-
-    def _dequantize(self, node: onnx.NodeProto) -> Value:
-        value, scale = self.values[node.input[0]], self._array(node.input[1])
-        if not isinstance(value, Rounded):
-            return Integers(self._array(node.input[0]), scale)
-        low, high = np.float32(-LEVELS / 2 * scale), np.float32((LEVELS / 2 - 1) * scale)
-        return ops.fake_quantize(value.x, low, high, low, high, LEVELS).output(0)
-
-    def _matmul(self, node: onnx.NodeProto) -> Output:
-        x, weight = self.output(node.input[0]), self.values[node.input[1]]
-        if isinstance(weight, Integers) and x.get_node().get_type_name() != "FakeQuantize":
-            self.groups.add(0)
-        return ops.matmul(x, self.weight(node), False, True).output(0)
 
     def weight(self, node: onnx.NodeProto) -> Output:
         """The weight (out, in) of a product."""
@@ -382,9 +378,19 @@ class _PagedTranslator(Translator):
         rows = ops.squeeze(qkv, np.array([0]))  # (N, W)
         parts = ops.variadic_split(rows, np.int64(1), np.array(heads.widths)).outputs()
         if rotary:
-            cosines, sines = map(self._rotation, rotary)
-            parts[:2] = (self._rotated(x, heads.head_dim, cosines, sines) for x in parts[:2])
-        shape = (-1, heads.n_kv_head, BLOCK, heads.head_dim)
+            angles = []  # cosines and sines (N, 1, half) at the tokens' positions
+            for name in rotary:
+                table = self._array(name)
+                positions = self.output("position_ids")
+                at_tokens = ops.gather(ops.constant(table), positions, np.int64(0))
+                shaped = ops.reshape(at_tokens, np.array([-1, 1, table.shape[1]]), False)
+                angles.append(shaped.output(0))
+            for i, x in enumerate(parts[:2]):  # queries and keys (N, heads * head_dim)
+                by_head = ops.reshape(x, np.array([0, -1, heads.head_dim]), True).output(0)
+                turned = rotated(by_head, heads.head_dim, *angles)
+                width = x.get_partial_shape()[1].get_length()
+                parts[i] = ops.reshape(turned, np.array([0, width]), True).output(0)
+        shape = (-1, heads.n_kv_head, BLOCK_TOKENS, heads.head_dim)
         names = (f"{part}_cache.{heads.layer}" for part in ("key", "value"))
         caches = [self.input(name, self.cache_type, *shape) for name in names]
         of_kv = heads.n_kv_head, heads.head_dim
@@ -392,18 +398,6 @@ class _PagedTranslator(Translator):
             parts, caches, self.layout, self.longest, of_kv, heads.scale, heads.window
         )
         return ops.unsqueeze(mixed, np.array([0])).output(0)
-
-    def _rotated(self, x: Output, head_dim: int, cosines: Output, sines: Output) -> Output:
-        """Queries or keys (N, heads * head_dim)."""
-        heads = ops.reshape(x, np.array([0, -1, head_dim]), True).output(0)
-        width = x.get_partial_shape()[1].get_length()
-        turned = rotated(heads, head_dim, cosines, sines)
-        return ops.reshape(turned, np.array([0, width]), True).output(0)
-
-    def _rotation(self, name: str) -> Output:
-        """Cosines or sines (N, 1, half) at the tokens' positions."""
-        rows = ops.gather(ops.constant(self._array(name)), self.output("position_ids"), np.int64(0))
-        return ops.reshape(rows, np.array([-1, 1, self._array(name).shape[1]]), False).output(0)
 
 
 def _integers(data: Array, shape: list[int], kind: Type) -> Output:
@@ -443,7 +437,7 @@ def paged_attention(
 
     Args:
         parts: queries, keys and values (N, heads * head_dim) of all new tokens.
-        caches: of keys and of values (blocks, n_kv_head, BLOCK, head_dim).
+        caches: of keys and of values (blocks, n_kv_head, BLOCK_TOKENS, head_dim).
         layout: int32 (sequences,), tokens that each sequence has; (sequences + 1,), where its new
             ones begin; (used blocks,), their numbers; (sequences + 1,), where a sequence's begin.
         longest: tokens of the longest sequence, with the new ones.
@@ -454,12 +448,21 @@ def paged_attention(
     Returns:
         (N, n_head * head_dim).
     """
+
+    def none(kind: type, *sizes: int) -> Output:
+        return ops.constant(np.zeros(sizes, kind)).output(0)
+
     n_kv_head, head_dim = shape
     numbers = (ops.constant(x).output(0) for x in (np.float32(scale), np.int32(window)))
-    no_slopes = _none(np.float32, 0)
+    no_slopes = none(np.float32, 0)
     operands = [*parts, *caches, *layout, *numbers, no_slopes, longest]
+    # Inputs for cache eviction, rotation and sparsity, in the order in which the operator has them.
+    operands += [none(np.int32, 0) for _ in range(3)]
+    operands += [none(np.float32, 0), none(np.float32, 0), none(np.int32), none(np.int32)]
+    operands += [none(np.float32, 0, 0, 0, 0), none(np.int32)]
+    operands += [*(none(np.int32, 0) for _ in range(4)), none(np.uint8, 0), none(np.int32, 0)]
     # Not public: OpenVINO makes it itself of a model with a state, whose layout cannot be chosen.
-    paged = op._PagedAttentionExtension([*operands, *_unused()])
+    paged = op._PagedAttentionExtension(operands)
     for part in ("k", "v"):
         paged.get_rt_info()[f"num_{part}_heads"] = n_kv_head
         paged.get_rt_info()[f"{part}_head_size"] = head_dim
@@ -480,15 +483,3 @@ def rotated(x: Output, head_dim: int, cosines: Output, sines: Output) -> Output:
         ops.add(ops.multiply(second, cosines), ops.multiply(first, sines)).output(0),
     ]
     return ops.concat([*turned, *rest], -1).output(0)
-
-
-def _unused() -> list[Output]:
-    """Unused inputs of paged attention, for cache eviction, rotation and sparsity."""
-    empty = [_none(np.int32, 0) for _ in range(3)]
-    sparse = [*(_none(np.float32, 0) for _ in range(2)), *(_none(np.int32) for _ in range(2))]
-    more = [_none(np.float32, 0, 0, 0, 0), _none(np.int32), *(_none(np.int32, 0) for _ in range(4))]
-    return [*empty, *sparse, *more, _none(np.uint8, 0), _none(np.int32, 0)]
-
-
-def _none(kind: type, *shape: int) -> Output:
-    return ops.constant(np.zeros(shape, kind)).output(0)

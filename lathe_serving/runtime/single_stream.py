@@ -108,11 +108,19 @@ class _Graph:
     def replace(self, node: onnx.NodeProto) -> None:
         """Turn an integer product into MatMulNBits, with the input before rounding."""
         rounded, weight = (self.made[name] for name in node.input)
-        rows = self._rows(weight.input[0])
+        # The weight as (out, in); that of a tied head already is, before its Transpose.
+        rows: NDArray[np.int8]
+        if weight.input[0] in self.constants:
+            stored = self.constants[weight.input[0]]
+            rows = np.ascontiguousarray(numpy_helper.to_array(stored).T)
+        else:
+            transpose = self.made[weight.input[0]]
+            rows = numpy_helper.to_array(self.constants[transpose.input[0]])
         n_out, n_in = rows.shape
         groups = -(-n_in // SIZE)
         packed = np.full((n_out, groups * SIZE), SIGN, np.uint8)  # zeros after the last feature
         np.bitwise_xor(rows.view(np.uint8), np.uint8(SIGN), out=packed[:, :n_in])
+        # The export has a scale for each output: all groups of one have the same.
         scales = np.repeat(numpy_helper.to_array(self.constants[weight.input[1]]), groups)
         names = f"{node.name}.rows", f"{node.name}.scales"
         for name, value in zip(names, (packed.reshape(n_out, groups, SIZE), scales), strict=True):
@@ -130,15 +138,6 @@ class _Graph:
             accuracy_level=ROUNDED_INPUT,
         )
         node.CopyFrom(made)
-
-    def _rows(self, weight: str) -> NDArray[np.int8]:
-        """A weight as (out, in); that of a tied head already is, before its Transpose."""
-        rows: NDArray[np.int8]
-        if weight in self.constants:
-            rows = np.ascontiguousarray(numpy_helper.to_array(self.constants[weight]).T)
-        else:
-            rows = numpy_helper.to_array(self.constants[self.made[weight].input[0]])
-        return rows
 
     def drop_unused(self) -> None:
         """Remove unused nodes and initializers."""

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe_serving.runtime.kv_cache import BLOCK, KVCache, PrefixCache
+from lathe_serving.runtime.openvino_graph import BLOCK_TOKENS
 from lathe_serving.runtime.openvino_model import PagedCache
 from lathe_serving.runtime.session import ContiguousCache
 
@@ -17,7 +18,7 @@ def row(prompt: np.ndarray | None = None, is_paged: bool = False) -> KVCache:
     """Cache with one row whose keys and values are cumulative sums of the tokens."""
     cache: KVCache
     if is_paged:
-        shapes = [(1, CAPACITY // PagedCache.BLOCK, n, PagedCache.BLOCK, SIZE) for n in HEADS * 2]
+        shapes = [(1, CAPACITY // BLOCK_TOKENS, n, BLOCK_TOKENS, SIZE) for n in HEADS * 2]
         buffers = [np.zeros(shape, np.float32) for shape in shapes]
         cache = PagedCache(buffers, np.zeros(1, np.int64), CAPACITY, [])
     else:
