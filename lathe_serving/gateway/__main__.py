@@ -9,10 +9,11 @@ from pathlib import Path
 
 from lathe_base.errors import EXPECTED_ERRORS, coded, explain
 from lathe_serving.gateway.admission import KEYS_VARIABLE, LIMITS_FILE, ApiKeys, Limits
-from lathe_serving.gateway.app import Gateway, Server
-from lathe_serving.gateway.connections import raise_file_limit
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.connections import Server, raise_file_limit
 from lathe_serving.gateway.telemetry import ENDPOINTS, Tracing, processor_from_environment
 from lathe_serving.gateway.triton import read_models
+from lathe_serving.reach import is_this_machine
 
 ORIGINS_VARIABLE, HOSTS_VARIABLE = "LATHE_CORS_ORIGINS", "LATHE_ALLOWED_HOSTS"
 PORTS = (8000, 9000)  # where clients of KServe's interface look for one, and those of OpenAI's
@@ -43,8 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
             for variable in (ORIGINS_VARIABLE, HOSTS_VARIABLE)
         )
         server = Server(
-            *(gateway, origins, args.drain_seconds, args.host, args.port or PORTS),
-            *(hosts, tuple(args.tls) if args.tls else None),
+            gateway.app(origins, hosts, is_this_machine(args.host)),
+            *(gateway.admission, args.drain_seconds, args.host, args.port or PORTS),
+            tuple(args.tls) if args.tls else None,
         )
     except EXPECTED_ERRORS as error:
         told = explain(error)

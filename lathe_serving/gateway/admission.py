@@ -7,17 +7,17 @@ A request passes these, in this order, and is rejected by the first that has no 
    logs, metrics and errors.
 2. `Caller.begin`: requests and tokens per minute of that caller. `limits.yaml` in the same folder
    limits keys by their names. Both files are read again when they change.
-3. `Admission.place`: concurrent requests of the caller and of all, once the body is here.
+3. `Admission.track`: concurrent requests of the caller and of all, once the body is here.
 4. `Slots.hold`, for each prompt: a slot in the model's running batch. Requests wait here rather
    than in Triton, so that the gateway can estimate their wait, and reject one that is too long.
 """
 
+import asyncio
 import hmac
 import logging
 import math
 import re
 import time
-from asyncio import CancelledError, Future, get_running_loop
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -61,7 +61,7 @@ EWMA_ALPHA = 0.1
 LOW_SHARE = 8
 """One in so many prompts that get slots is of low priority, if any of these wait."""
 
-Lane = deque[tuple[int, Future[None]]]
+Lane = deque[tuple[int, asyncio.Future[None]]]
 """Waiting prompts: the number of slots that each needs, and what wakes it."""
 
 
@@ -273,21 +273,23 @@ class ApiKeys:
 
 
 class Admission:
-    """Keys, and the number of requests in flight.
+    """Keys, the number of requests in flight, and the deadline that ends them; one for a gateway.
 
     Args:
         keys: None allows everybody.
 
     Attributes:
         in_flight: number of requests in flight.
-        is_draining: whether the gateway is shutting down: it completes requests in flight, and
-            rejects new ones.
+        receiving: bytes of the bodies that are not complete, see `connections.read_body`.
+        is_draining: whether the gateway is shutting down: it completes requests in flight until
+            `expire`, and rejects new ones.
     """
 
     def __init__(self, limits: Limits, keys: ApiKeys | None) -> None:
         self.limits, self._keys = limits, keys
-        self.in_flight = 0
-        self.is_draining = False
+        self.in_flight = self.receiving = 0
+        self.is_draining = self._has_expired = False
+        self._timeouts: set[asyncio.Timeout] = set()  # of the requests in flight
 
     def check(self, scope: Scope) -> Caller:
         """Whose key the request has.
@@ -305,7 +307,7 @@ class Admission:
         return caller
 
     @contextmanager
-    def place(self, caller: Caller) -> Iterator[None]:
+    def track(self, caller: Caller) -> Iterator[None]:
         """Count a request in flight while the block runs.
 
         Raises:
@@ -326,6 +328,33 @@ class Admission:
         finally:
             self.in_flight -= 1
             caller.in_flight -= 1
+
+    @asynccontextmanager
+    async def until_deadline(self) -> AsyncIterator[None]:
+        """Run the block until the deadline of a gateway that shuts down, which is not known in
+        advance.
+
+        Raises:
+            ApiError: the deadline has passed.
+        """
+        try:
+            async with asyncio.timeout(0 if self._has_expired else None) as timeout:
+                self._timeouts.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._timeouts.remove(timeout)
+        except TimeoutError:
+            if not timeout.expired():  # the block's own
+                raise
+            raise shutting_down() from None
+
+    def expire(self) -> None:
+        """End the blocks of `until_deadline` that are running, and those that are entered from now
+        on."""
+        self._has_expired = True
+        for timeout in self._timeouts:  # each cancels its own task, in the next turn of the loop
+            timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class Slots:
@@ -395,12 +424,12 @@ class Slots:
             # arrive at once, each sees those before it.
             self.require_room(is_low)
         lane = self._low if is_low else self._first if is_first else self._further
-        turn = (width, get_running_loop().create_future())
+        turn = (width, asyncio.get_running_loop().create_future())
         lane.append(turn)
         self._admit()
         try:
             await turn[1]
-        except CancelledError:
+        except asyncio.CancelledError:
             # The client has left. It may have got its slots in this turn of the loop, before its
             # task ran again: then nobody else would give them back.
             if not turn[1].cancelled():

@@ -1,24 +1,25 @@
-"""The gateway: its application, the protection against web pages, and its server.
+"""The gateway's application: its routes, the protection against web pages, and its endpoints.
 
-`Gateway` holds what lives as long as the process, and is the ASGI application's routes; `Web` is
-the middleware before them; `Server` is uvicorn with an orderly end.
+`Gateway` holds what lives as long as the process, and has the routes; `Web` is the middleware
+before them; an `Endpoint` answers the requests of one path of the OpenAI API.
 """
 
 import asyncio
+import json
 import re
-import socket
-import ssl
-import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, asynccontextmanager
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
-import uvicorn
 from pydantic import Field, field_validator
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,24 +31,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.gateway.admission import Admission, ApiKeys, Limits, Slots
 from lathe_serving.gateway.chat import Conversation, read_chat, render_prompt
-from lathe_serving.gateway.completions import read_completion
-from lathe_serving.gateway.connections import (
-    LAST_SECONDS,
-    MAX_HEADER_BYTES,
-    Bodies,
-    Connection,
-    Connections,
-)
-from lathe_serving.gateway.endpoint import DrainDeadline, Endpoint, Entrance, Read
-from lathe_serving.gateway.errors import ApiError, Json
-from lathe_serving.gateway.generation import Id, RequestBody, ServedModel
+from lathe_serving.gateway.connections import FILLER, read_body, until_disconnect
+from lathe_serving.gateway.errors import ApiError, Json, as_api_error
+from lathe_serving.gateway.generation import Id, RequestBody, ServedModel, read_completion
 from lathe_serving.gateway.kserve import KServe
 from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.responses import read_responses
-from lathe_serving.gateway.telemetry import REQUEST_ID, Call, GatewayMetrics, Tracing
+from lathe_serving.gateway.telemetry import REQUEST_ID, Call, GatewayMetrics, Report, Tracing
 from lathe_serving.gateway.tools import ToolSchemas
 from lathe_serving.gateway.triton import CrashQuarantine, Model, Triton, models_by_name
 from lathe_serving.reach import is_this_machine
@@ -62,8 +54,20 @@ ID_BYTES = 16
 
 _ID = re.compile(r"[!-~]{1,128}")
 
-SWEEP_TICKS = 10  # of uvicorn's, 0.1 s each
-BACKLOG = 2048  # connections that wait to be accepted, as uvicorn's default
+COMMENT = b": keep-alive\n\n"
+COMMENT_SECONDS = 15.0
+FIRST_SECONDS = 2.0
+"""Maximum time that a stream's headers wait for its first chunk."""
+
+STREAM_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # nginx would collect events before it passes them on
+    ],
+}
 
 
 class TokenizeText(RequestBody):
@@ -94,12 +98,142 @@ class Detokenize(RequestBody):
     tokens: Annotated[list[Id], Field(max_length=2**20)]
 
 
+class Answer(Protocol):
+    """A parsed request, answered by one of the two methods."""
+
+    is_stream: bool
+
+    async def whole(self) -> Json:
+        """The complete response."""
+
+    def stream(self) -> AsyncGenerator[bytes]:
+        """The server-sent events of a response."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that an error ends."""
+
+
+Read = Callable[[Any, Call], Awaitable[Answer | Json]]
+"""Parses the body of a request, which is any JSON, and returns an `Answer` or the response itself;
+raises ValidationError or ApiError."""
+
+
+class Endpoint:
+    """A path that generates, as an ASGI application: from the headers of a request to the last byte
+    of its response.
+
+    It admits the request, receives its body, lets one of `generation`, `chat` and `responses` read
+    it, and sends the answer that it returns: whole, or as server-sent events. All ends of a request
+    meet here: a client that leaves, an error before or within a stream, and the deadline of a
+    gateway that shuts down.
+
+    Args:
+        reports: called for each request at its end.
+        max_body: bytes; a longer body is about more tokens than a context has. Parsing it would
+            stop the other requests meanwhile.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        read: Read,
+        admission: Admission,
+        reports: Sequence[Report],
+        max_body: int | None = None,
+    ) -> None:
+        self._path, self._read, self._max_body = path, read, max_body
+        self._admission, self._reports = admission, reports
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call, admission = Call(self._path, scope), self._admission
+        answer: Answer | Json | None = None
+        is_streaming = False
+
+        async def noting(message: Message) -> None:
+            nonlocal is_streaming
+            is_streaming = is_streaming or message is STREAM_START
+            await send(message)
+
+        async def respond(answer: Answer) -> int:
+            if answer.is_stream:
+                await _send_events(answer, scope, noting)
+            else:
+                await JSONResponse(await answer.whole())(scope, receive, send)
+            return 200
+
+        try:
+            # From cheap to expensive: nothing of a body is read for a request without a key.
+            call.caller = admission.check(scope)
+            call.caller.begin()
+            # Without this type any web page could make a browser send requests; see `Web`.
+            kind = Headers(scope=scope).get("content-type", "")
+            if kind.partition(";")[0].strip().lower() != "application/json":
+                raise ApiError(415, f"the content type is {kind[:100]!r}: send application/json")
+            async with admission.until_deadline():
+                body = await read_body(admission, scope, receive)
+                if self._max_body is not None and len(body) > self._max_body:
+                    what = f"{len(body):,} bytes have more tokens than the positions of the model"
+                    raise ApiError(400, what, code="context_length_exceeded")
+                with admission.track(call.caller):
+                    try:
+                        document = json.loads(body)
+                    except (ValueError, RecursionError) as error:
+                        raise ApiError(400, f"the body is not JSON: {error}") from None
+                    answer = await self._read(document, call)
+                    if isinstance(answer, dict):  # no work is left that a client could cancel
+                        await JSONResponse(answer)(scope, receive, send)
+                        status = 200
+                    else:
+                        status = await until_disconnect(respond(answer), receive)
+        except Exception as error:
+            told = as_api_error(error)
+            status = told.status
+            if is_streaming and answer is not None and not isinstance(answer, dict):
+                # The status has been sent: only an event can tell the client.
+                await send({"type": "http.response.body", "body": answer.failed(told)})
+            else:
+                await told.response()(scope, receive, send)
+        call.end(status, self._reports)
+
+
+async def _send_events(answer: Answer, scope: Scope, send: Send) -> None:
+    async def send_piece(piece: bytes) -> None:
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def comment() -> None:
+        # Clients skip comments; but proxies close connections that are silent for long.
+        while True:
+            await asyncio.sleep(COMMENT_SECONDS)
+            await send_piece(COMMENT)
+
+    async with aclosing(answer.stream()) as events:
+        first = asyncio.ensure_future(anext(events))
+        tasks: list[asyncio.Future[Any]] = [first]
+        try:
+            await asyncio.wait({first}, timeout=FIRST_SECONDS)
+            if first.done():
+                first.result()  # an error that comes soon has a status of its own
+            await send(STREAM_START)
+            # From now on the connection may send comments, too: to find out whether a client that
+            # has closed its side still reads.
+            scope["state"][FILLER] = COMMENT
+            tasks.append(asyncio.create_task(comment()))
+            await send_piece(await first)
+            async for piece in events:
+                await send_piece(piece)
+        finally:
+            for task in tasks:
+                task.cancel()
+            # The generator cannot be closed while a task is within it.
+            await asyncio.gather(*tasks, return_exceptions=True)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class Gateway:
     """The OpenAI and KServe APIs for the models of one Triton.
 
     Attributes:
-        admission: which requests are answered, and how many are in flight.
-        deadline: ends the requests in flight.
+        admission: which requests are answered, how many are in flight, and when they are ended.
 
     Args:
         models: by name.
@@ -122,13 +256,12 @@ class Gateway:
         self._names = models_by_name(models.values())
         self._slots = {name: Slots(model) for name, model in models.items()}
         self._quarantine = CrashQuarantine()
-        self.admission, self.deadline = Admission(limits, keys), DrainDeadline()
+        self.admission = Admission(limits, keys)
         self.metrics = GatewayMetrics(self.admission, self._slots)
-        reports = [self.metrics.report, *([tracing.report] if tracing else [])]
-        self._entrance = Entrance(self.admission, Bodies(self.admission), self.deadline, reports)
+        self._reports = [self.metrics.report, *([tracing.report] if tracing else [])]
         # Triton's connection is made later, in the event loop that uvicorn runs.
         self._kserve = KServe(
-            *(http, self._entrance, self._quarantine, self._slots),
+            *(http, self.admission, self._reports, self._quarantine, self._slots),
             lambda *name: self._triton.cancel(*name),
         )
         self._served: dict[str, ServedModel] = {}  # while the application runs
@@ -160,10 +293,10 @@ class Gateway:
             "/v1/models": self._list,
             "/v1/models/{name:path}": self._model,
             "/health": self._health,
-            "/metrics": self._page,
+            "/metrics": self.metrics.page,
         }
         handlers: list[tuple[str, Any, str]] = [
-            (path, Endpoint(path, read, self._entrance, max_body), "POST")
+            (path, Endpoint(path, read, self.admission, self._reports, max_body), "POST")
             for path, (read, max_body) in post.items()
         ]
         handlers += [(path, handler, "GET") for path, handler in get.items()]
@@ -256,9 +389,6 @@ class Gateway:
             return JSONResponse({"status": f"not ready: {', '.join(waiting)}"}, 503)
         return JSONResponse({"status": "ready"})
 
-    async def _page(self, _: Request) -> Response:
-        return self.metrics.page()
-
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, ApiError):
@@ -311,10 +441,13 @@ class Web:
                 MutableHeaders(scope=message)[REQUEST_ID] = name
             await send(message)
 
-        error = self._refusal(headers)
-        await (error.response() if error else self._app)(scope, receive, named)
-
-    def _refusal(self, headers: Headers) -> ApiError | None:
+        error: ApiError | None = None
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins and "*" not in self._origins:
+            what = (
+                f"pages of {origin[:100]!r} are not allowed; add the origin to LATHE_CORS_ORIGINS"
+            )
+            error = ApiError(403, what, code="foreign_origin")
         if self._hosts is not None and "host" in headers:  # HTTP/1.0 may have none, browsers do
             try:
                 host = urlsplit(f"//{headers['host']}").hostname or ""
@@ -326,109 +459,5 @@ class Web:
                     f"{host!r} is not a host name of this machine; add a proxy's to "
                     "LATHE_ALLOWED_HOSTS"
                 )
-                return ApiError(421, what, code="unknown_host")
-        origin = headers.get("origin")
-        if origin is not None and origin not in self._origins and "*" not in self._origins:
-            what = (
-                f"pages of {origin[:100]!r} are not allowed; add the origin to LATHE_CORS_ORIGINS"
-            )
-            return ApiError(403, what, code="foreign_origin")
-        return None
-
-
-class Server(uvicorn.Server):
-    """uvicorn with limits for connections.
-
-    After SIGTERM it is no longer ready, rejects new requests, and ends when those in flight have
-    been answered. After `drain_seconds`, or at a second signal, the rest of them get an error.
-
-    Args:
-        origins: allowed origins of web pages (CORS).
-        host: address to listen on.
-        ports: all serve the same API; 0 picks a free one.
-        hosts: allowed host names; see `Web`.
-        tls: PEM files of the certificate chain and of its private key; without them, plain HTTP.
-
-    Raises:
-        StageError: a port is not available.
-        UserError: a file of `tls` is missing or invalid.
-    """
-
-    def __init__(
-        self,
-        gateway: Gateway,
-        origins: Sequence[str],
-        drain_seconds: float,
-        host: str = "127.0.0.1",
-        ports: Sequence[int] = (0,),
-        hosts: Sequence[str] = (),
-        tls: tuple[Path, Path] | None = None,
-    ) -> None:
-        self._gateway, self._drain_seconds = gateway, drain_seconds
-        # Before uvicorn starts: a port in use is an error of the command line.
-        self._sockets = []
-        for port in ports:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            try:
-                listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
-            except OSError as error:
-                raise StageError(
-                    f"cannot listen on {host}:{port}: {error.strerror}", Code.IN_USE
-                ) from None
-            self._sockets.append(listening)
-        self._connections = Connections(gateway.admission.limits.connections)
-        self._deadline: float | None = None
-        super().__init__(
-            uvicorn.Config(
-                gateway.app(origins, hosts, is_this_machine(host)),
-                http=partial(Connection, self._connections),  # type: ignore[arg-type]
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-                ws="none",
-                log_level="error",
-                timeout_keep_alive=3600,  # Connections ends idle ones
-                # After it uvicorn would cancel requests with a traceback; `shutdown` leaves none.
-                timeout_graceful_shutdown=LAST_SECONDS + 1,
-                access_log=False,
-                server_header=False,
-                log_config=None,
-            )
-        )
-        if tls is not None:
-            # Here, not by uvicorn's options: a wrong file is an error of the command line.
-            self.config.load()
-            self.config.ssl = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            try:
-                self.config.ssl.load_cert_chain(*tls)
-            except (OSError, ssl.SSLError) as error:
-                what = f"{tls[0]}, {tls[1]}: not a certificate and its private key: {error}"
-                raise UserError(
-                    what, "give two PEM files, the key without a password", Code.MALFORMED
-                ) from None
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen and answer until SIGTERM."""
-        super().run(sockets or self._sockets)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to shut down; a second signal ends the server at once."""
-        self.should_exit = self._gateway.admission.is_draining
-        self._gateway.admission.is_draining = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the requests in flight, and the connections."""
-        self._gateway.deadline.expire()  # those in flight now get their error or last event
-        asyncio.get_running_loop().call_later(LAST_SECONDS, self._connections.abort)
-        await super().shutdown(sockets)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times per second."""
-        self._connections.abort_reset()  # every 0.1 s: a cancelled request should free its slot
-        if counter % SWEEP_TICKS == 0:
-            self._connections.sweep()
-        if self._gateway.admission.is_draining:
-            now = time.monotonic()
-            if self._deadline is None:  # the first tick since SIGTERM
-                self._deadline = now + self._drain_seconds
-                self._connections.drain()
-            self.should_exit |= not self._gateway.admission.in_flight or now > self._deadline
-        return await super().on_tick(counter)
+                error = ApiError(421, what, code="unknown_host")
+        await (error.response() if error else self._app)(scope, receive, named)

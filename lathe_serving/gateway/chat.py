@@ -36,7 +36,6 @@ from lathe_serving.gateway.messages import Message, Strict
 from lathe_serving.gateway.telemetry import Call
 from lathe_serving.gateway.tools import (
     CallReader,
-    TextReader,
     call_format_for,
     merge_deltas,
     tool_grammar,
@@ -311,7 +310,7 @@ class Chat(Generation):
         """The message, log-probabilities and finish reason of each choice."""
         choices = []
         for chunk in await self.all_sequences():
-            reader = self._reader()
+            reader = CallReader(self._call_format, self.request.callable_names)
             message = merge_deltas(reader.add(chunk.text, chunk.finish_reason))
             choices.append((message, self._logprobs(chunk), _reason(chunk, reader)))
         return choices
@@ -320,11 +319,14 @@ class Chat(Generation):
         """The choice's index, deltas, log-probabilities and finish reason, as they are
         generated."""
         # Each choice has a reader of its own, because their chunks arrive interleaved.
-        readers: dict[int, TextReader | CallReader] = {}
+        names = self.request.callable_names
+        readers: dict[int, CallReader] = {}
         async with aclosing(self.pieces()) as pieces:
             async for index, chunk in pieces:
                 is_first = index not in readers
-                reader = readers.setdefault(index, self._reader())
+                if is_first:
+                    readers[index] = CallReader(self._call_format, names)
+                reader = readers[index]
                 deltas = reader.add(chunk.text, chunk.finish_reason)
                 # The first delta has the role, and log-probabilities need one to go with.
                 if not deltas and (is_first or chunk.names):
@@ -358,11 +360,6 @@ class Chat(Generation):
             yield event(self.to_json(kind, [], usage=self.usage.to_json()))
         yield DONE
 
-    def _reader(self) -> TextReader | CallReader:
-        if self._call_format is None:
-            return TextReader()
-        return CallReader(self._call_format, self.request.callable_names)
-
     def _logprobs(self, chunk: Chunk) -> Json | None:
         if not self.request.logprobs:
             return None
@@ -375,7 +372,7 @@ class Chat(Generation):
         return {"content": content, "refusal": None}
 
 
-def _reason(chunk: Chunk, reader: TextReader | CallReader) -> str | None:
+def _reason(chunk: Chunk, reader: CallReader) -> str | None:
     reason = REASONS[chunk.finish_reason]
     return "tool_calls" if reason == "stop" and reader.calls else reason
 

@@ -8,25 +8,36 @@ state, and may be in it for `SECONDS[state]`:
 - `idle`: nothing of a request has come. If there are too many connections, the one that has been
   idle for longest is closed, or else the one with the oldest unfinished headers.
 - `head`: a request has begun, and its headers are not complete.
-- `answer`: the request is being answered, which may take any time. Its body is limited by `Bodies`.
+- `answer`: the request is being answered, which may take any time. Its body is limited by
+  `read_body`, and `until_disconnect` ends it when the client leaves.
 - `blocked`: the client does not read. Chunks of a stream wait for it up to `MAX_UNREAD_CHUNKS`.
 - `closing`: everything has been sent, and the client still has to read it.
+
+From top to bottom: the server, which sweeps its connections ten times a second; the connections and
+their states; and what a request needs of its client, its body and its presence.
 """
 
 import asyncio
 import logging
 import resource
 import socket
+import ssl
 import struct
 import time
 import zlib
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from http import HTTPStatus
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import h11
+import uvicorn
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope
+from starlette.types import ASGIApp, Receive, Scope
 
+from lathe_base.errors import Code, StageError, UserError
 from lathe_serving.gateway.admission import Admission
 from lathe_serving.gateway.errors import ApiError, shutting_down
 
@@ -56,6 +67,7 @@ MAX_BODY_CHUNKS = 2**14
 MAX_UNREAD_CHUNKS = 512
 """Maximum number of chunks of a stream that may wait for a slow client."""
 
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has closed the connection
 GZIP_OR_ZLIB = 32  # zlib's flag for "whichever of the two formats it is"
 
 STATUS_START = b"HTTP/1.1 "
@@ -65,8 +77,107 @@ FILLER = "filler"
 """Key of a request's state: bytes that the body of its response, which has begun, may contain
 anywhere."""
 
+SWEEP_TICKS = 10  # of uvicorn's, 0.1 s each
+BACKLOG = 2048  # connections that wait to be accepted, as uvicorn's default
 SPARE_FILES = 64
 """File descriptors reserved for everything except connections."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn with limits for connections, and with an orderly end.
+
+    After SIGTERM it is no longer ready, rejects new requests, and ends when those in flight have
+    been answered. After `drain_seconds`, or at a second signal, the rest of them get an error.
+
+    Args:
+        app: the application.
+        admission: says what is in flight, and ends it.
+        host: address to listen on.
+        ports: all serve the same API; 0 picks a free one.
+        tls: PEM files of the certificate chain and of its private key; without them, plain HTTP.
+
+    Raises:
+        StageError: a port is not available.
+        UserError: a file of `tls` is missing or invalid.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        admission: Admission,
+        drain_seconds: float,
+        host: str = "127.0.0.1",
+        ports: Sequence[int] = (0,),
+        tls: tuple[Path, Path] | None = None,
+    ) -> None:
+        self._admission, self._drain_seconds = admission, drain_seconds
+        # Before uvicorn starts: a port in use is an error of the command line.
+        self._sockets = []
+        for port in ports:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            except OSError as error:
+                raise StageError(
+                    f"cannot listen on {host}:{port}: {error.strerror}", Code.IN_USE
+                ) from None
+            self._sockets.append(listening)
+        self._connections = Connections(admission.limits.connections)
+        self._deadline: float | None = None
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=partial(Connection, self._connections),  # type: ignore[arg-type]
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                ws="none",
+                log_level="error",
+                timeout_keep_alive=3600,  # Connections ends idle ones
+                # After it uvicorn would cancel requests with a traceback; `shutdown` leaves none.
+                timeout_graceful_shutdown=LAST_SECONDS + 1,
+                access_log=False,
+                server_header=False,
+                log_config=None,
+            )
+        )
+        if tls is not None:
+            # Here, not by uvicorn's options: a wrong file is an error of the command line.
+            self.config.load()
+            self.config.ssl = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            try:
+                self.config.ssl.load_cert_chain(*tls)
+            except (OSError, ssl.SSLError) as error:
+                what = f"{tls[0]}, {tls[1]}: not a certificate and its private key: {error}"
+                raise UserError(
+                    what, "give two PEM files, the key without a password", Code.MALFORMED
+                ) from None
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen and answer until SIGTERM."""
+        super().run(sockets or self._sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to shut down; a second signal ends the server at once."""
+        self.should_exit = self._admission.is_draining
+        self._admission.is_draining = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the requests in flight, and the connections."""
+        self._admission.expire()  # those in flight now get their error or last event
+        asyncio.get_running_loop().call_later(LAST_SECONDS, self._connections.abort)
+        await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times per second."""
+        self._connections.abort_reset()  # every 0.1 s: a cancelled request should free its slot
+        if counter % SWEEP_TICKS == 0:
+            self._connections.sweep()
+        if self._admission.is_draining:
+            now = time.monotonic()
+            if self._deadline is None:  # the first tick since SIGTERM
+                self._deadline = now + self._drain_seconds
+                self._connections.drain()
+            self.should_exit |= not self._admission.in_flight or now > self._deadline
+        return await super().on_tick(counter)
 
 
 class Connections:
@@ -309,66 +420,78 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
         return self.cycle is not None and not self.cycle.response_complete
 
 
-class Bodies:
-    """Receives the bodies of requests, of which all together may take so much memory."""
+async def read_body(admission: Admission, scope: Scope, receive: Receive) -> bytes:
+    """Receive the body of a request, and decompress it.
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission, self._limits = admission, admission.limits
-        self._received = 0  # bytes of the bodies that are not complete
+    Raises:
+        ApiError: it is too large, is not sent in time, or the client has disconnected; or too many
+            are being received; or the gateway is shutting down.
+    """
+    if admission.is_draining:
+        raise shutting_down()
+    limits, headers = admission.limits, Headers(scope=scope)
+    too_large = ApiError(413, f"the body exceeds {limits.body} bytes")
+    length = headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > limits.body:
+        raise too_large  # before any of it is read
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(400, "the body ended early")
+                part, more = message.get("body", b""), message.get("more_body", False)
+                parts.append(part)
+                size += len(part)
+                admission.receiving += len(part)
+                if size > limits.body:
+                    raise too_large
+                if admission.receiving > limits.bodies:
+                    raise ApiError(503, "too many bytes are being uploaded", code="overloaded")
+    except TimeoutError:
+        raise ApiError(408, f"incomplete body after {BODY_SECONDS:g} s") from None
+    finally:
+        admission.receiving -= size
+    body = b"".join(parts)
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding == "identity":
+        return body
+    if coding not in ("gzip", "x-gzip", "deflate"):
+        what = f"the content encoding is {coding[:100]!r}: send gzip, deflate or none"
+        raise ApiError(415, what)
+    decoder = zlib.decompressobj(zlib.MAX_WBITS | GZIP_OR_ZLIB)
+    try:
+        # One byte more than is allowed tells a body that is too large from one that just fits;
+        # a few kilobytes may be gigabytes when they are decompressed.
+        plain = decoder.decompress(body, limits.body + 1)
+    except zlib.error as error:
+        raise ApiError(400, f"the body is not {coding}: {error}") from None
+    if len(plain) > limits.body:
+        raise too_large
+    if not decoder.eof:
+        raise ApiError(400, f"the {coding} body ends early")
+    return plain
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a request, decompressed.
 
-        Raises:
-            ApiError: it is too large, is not sent in time, or the client has disconnected; or too
-                many are being received; or the gateway is shutting down.
-        """
-        if self._admission.is_draining:
-            raise shutting_down()
-        headers = Headers(scope=scope)
-        too_large = ApiError(413, f"the body exceeds {self._limits.body} bytes")
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._limits.body:
-            raise too_large  # before any of it is read
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(400, "the body ended early")
-                    part, more = message.get("body", b""), message.get("more_body", False)
-                    parts.append(part)
-                    size += len(part)
-                    self._received += len(part)
-                    if size > self._limits.body:
-                        raise too_large
-                    if self._received > self._limits.bodies:
-                        raise ApiError(503, "too many bytes are being uploaded", code="overloaded")
-        except TimeoutError:
-            raise ApiError(408, f"incomplete body after {BODY_SECONDS:g} s") from None
-        finally:
-            self._received -= size
-        body = b"".join(parts)
-        coding = headers.get("content-encoding", "identity").strip().lower()
-        if coding == "identity":
-            return body
-        if coding not in ("gzip", "x-gzip", "deflate"):
-            what = f"the content encoding is {coding[:100]!r}: send gzip, deflate or none"
-            raise ApiError(415, what)
-        decoder = zlib.decompressobj(zlib.MAX_WBITS | GZIP_OR_ZLIB)
-        try:
-            # One byte more than is allowed tells a body that is too large from one that just fits;
-            # a few kilobytes may be gigabytes when they are decompressed.
-            plain = decoder.decompress(body, self._limits.body + 1)
-        except zlib.error as error:
-            raise ApiError(400, f"the body is not {coding}: {error}") from None
-        if len(plain) > self._limits.body:
-            raise too_large
-        if not decoder.eof:
-            raise ApiError(400, f"the {coding} body ends early")
-        return plain
+async def until_disconnect(work: Coroutine[Any, Any, int], receive: Receive) -> int:
+    """Do the work, but cancel it when the client disconnects; returns the status of the
+    response."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else CLIENT_CLOSED_REQUEST
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        # Until the work has ended, too: it cancels its request to Triton while it does.
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 def raise_file_limit() -> int:

@@ -1,5 +1,5 @@
-"""What the endpoints of the OpenAI API share: the fields of their requests, and the generation of
-their answers.
+"""What the endpoints of the OpenAI API share, the fields of their requests and the generation of
+their answers; and the simplest of them, /v1/completions.
 
 A module reads a request in four steps, from top to bottom: its pydantic model parses the body, the
 prompt is made of it, a `Generation` submits the prompts to Triton, and its subclass turns the
@@ -13,18 +13,22 @@ ignored, because the models do not reason.
 
 import asyncio
 import json
+import math
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
@@ -38,6 +42,7 @@ from lathe_base.parameters import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     MAX_TOKEN_IDS,
+    MAX_TOP,
 )
 from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.admission import Slots
@@ -51,6 +56,7 @@ from lathe_serving.gateway.triton import Model, Triton
 from lathe_serving.runtime.protocol import Chunk
 
 MAX_CHOICES = 128
+DEFAULT_TOKENS = 16  # of a completion, in OpenAI's API
 DONE = b"data: [DONE]\n\n"
 # OpenAI's API has no reason for a text that ends by its time limit; it was cut, as by its length.
 REASONS = {"": None, "stop": "stop", "length": "length", "timeout": "length"}
@@ -92,6 +98,8 @@ Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Id = Annotated[int, Field(ge=0, le=MAX_INT)]
 IdText = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Id], Field(min_length=1)]
 
 
 def by_type(*models: type[BaseModel], words: Sequence[str] = ()) -> BeforeValidator:
@@ -412,47 +420,169 @@ class Generation:
         finally:
             task.cancel()
 
-    @asynccontextmanager
-    async def _slots(self, is_first: bool) -> AsyncIterator[None]:
-        arrived, call = time.monotonic(), self._call
-        async with self._served.slots.hold(self._sequences, is_first, call.caller.is_low):
-            call.waited(arrived)
-            yield
-
     async def _chunks(self, number: int, prompt: Prompt) -> AsyncGenerator[Chunk]:
+        """The chunks of one prompt, from its wait for slots to its last sequence's end."""
         served, call = self._served, self._call
-        async with self._turns, self._slots(number == 0):
-            responses = served.triton.generate(served.model.name, prompt, self._parameters)
-            since, first = time.monotonic(), None
-            try:
-                # Closed explicitly: one that is only dropped is finalized at some later time, and
-                # until then Triton would generate for nobody.
-                async with aclosing(responses) as chunks:
-                    async for chunk in chunks:
-                        if first is None and self.is_stream:
-                            first = time.monotonic()
-                        call.usage.add(chunk, chunk.sequence == 0, self._echo)
-                        yield chunk
-            except UserError as error:
-                # The backend's name of a parameter becomes the client's field.
-                names = {
-                    "input_ids": "prompt",
-                    "text_input": "prompt",
-                    "num_return_sequences": self._sequences_name,
-                }
-                if self._constraint is not None:
-                    names["structured_outputs"] = self._constraint.field
-                name = re.split("[: ]", error.what, maxsplit=1)[0]
-                if name not in names:
-                    raise
-                what = f"{names[name]}{error.what.removeprefix(name)}"
-                if name != "structured_outputs":  # its hint is about llguidance
-                    what += f": {error.hint}"
-                raise ApiError(400, what, names[name], api_code(error)) from None
-            finally:
-                call.generated(since, first)
+        async with self._turns:
+            arrived, first = time.monotonic(), None
+            async with served.slots.hold(self._sequences, number == 0, call.caller.is_low):
+                call.waited(arrived)
+                since = time.monotonic()
+                responses = served.triton.generate(served.model.name, prompt, self._parameters)
+                try:
+                    # Closed explicitly: one that is only dropped is finalized at some later time,
+                    # and until then Triton would generate for nobody.
+                    async with aclosing(responses) as chunks:
+                        async for chunk in chunks:
+                            if first is None and self.is_stream:
+                                first = time.monotonic()
+                            call.usage.add(chunk, chunk.sequence == 0, self._echo)
+                            yield chunk
+                except UserError as error:
+                    # The backend's name of a parameter becomes the client's field.
+                    names = {
+                        "input_ids": "prompt",
+                        "text_input": "prompt",
+                        "num_return_sequences": self._sequences_name,
+                    }
+                    if self._constraint is not None:
+                        names["structured_outputs"] = self._constraint.field
+                    name = re.split("[: ]", error.what, maxsplit=1)[0]
+                    if name not in names:
+                        raise
+                    what = f"{names[name]}{error.what.removeprefix(name)}"
+                    if name != "structured_outputs":  # its hint is about llguidance
+                        what += f": {error.hint}"
+                    raise ApiError(400, what, names[name], api_code(error)) from None
+                finally:
+                    call.generated(since, first)
 
 
 def event(piece: Json) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(piece, ensure_ascii=False).encode() + b"\n\n"
+
+
+class CompletionRequest(Sampling):
+    """The body of /v1/completions."""
+
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1)]
+    max_tokens: Tokens = DEFAULT_TOKENS
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    suffix: str | None = None
+    return_token_ids: bool = False  # as in vLLM
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _is_prompt(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:  # with a mistake for each of the four forms
+            raise ValueError(
+                "must be a string, a list of strings, token ids, or a list of token id lists"
+            ) from None
+
+    @field_validator("suffix")
+    @classmethod
+    def _no_suffix(cls, value: str | None) -> None:
+        if value:
+            raise ValueError("not supported: the model cannot fill in text")
+
+    @model_validator(mode="after")
+    def _best_fits(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of {self.best_of} is less than n {self.n}")
+        if self.stream and self.sequences > self.n:
+            raise ValueError("best_of above n cannot be streamed")
+        return self
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences to generate for each prompt; the best `n` are returned."""
+        return max(self.n, self.best_of or 0)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each a text or token ids."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else list(prompt)
+
+
+async def read_completion(body: Any, call: Call, find: Find, max_prompts: int) -> "Completion":
+    """Parse the body of a request, and begin its answer.
+
+    Raises:
+        ValidationError, ApiError: the request is invalid, or cannot be answered now.
+    """
+    request = CompletionRequest.model_validate(body)
+    if len(request.prompts) > max_prompts:
+        what = f"{len(request.prompts)} prompts exceed the limit of {max_prompts}"
+        raise ApiError(400, what, param="prompt")
+    served = find(request.model, call)
+    return Completion(request.with_defaults(served.model.recommended), served, call)
+
+
+class Completion(Generation):
+    """The answer to one request.
+
+    Raises:
+        ApiError: see `Generation`.
+    """
+
+    id_prefix = "cmpl"
+
+    def __init__(self, request: CompletionRequest, served: ServedModel, call: Call) -> None:
+        self._request = request
+        parameters = request.parameters(request.sequences, request.max_tokens, request.constraint)
+        parameters |= {
+            "echo": request.echo,
+            # The best sequences are those with the highest mean log-probability.
+            "logprobs": request.logprobs is not None or request.sequences > request.n,
+            "top_logprobs": request.logprobs or 0,
+        }
+        super().__init__(
+            *(request, served, call, request.prompts, parameters),
+            *(request.sequences, request.echo, request.constraint),
+        )
+        self._lengths: dict[int, int] = {}  # characters of each choice's text so far
+
+    async def whole(self) -> Json:
+        """The complete response."""
+        choices = [self._choice(*one) for one in enumerate(await self.all_sequences())]
+        return self.to_json("text_completion", choices, usage=self.usage.to_json())
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """The response's server-sent events, as it is generated."""
+        usage = {"usage": None} if self._request.includes_usage else {}
+        async with aclosing(self.pieces()) as pieces:
+            async for index, chunk in pieces:
+                choices = [self._choice(index, chunk)]
+                yield event(self.to_json("text_completion", choices, **usage))
+        if usage:
+            yield event(self.to_json("text_completion", [], usage=self.usage.to_json()))
+        yield DONE
+
+    def _choice(self, index: int, chunk: Chunk) -> Json:
+        logprobs = None
+        if self._request.logprobs is not None:
+            start = self._lengths.get(index, 0)
+            *offsets, self._lengths[index] = accumulate(chunk.lengths, initial=start)
+            # The first token of an echoed prompt has none: NaN here, null in JSON.
+            values = [None if math.isnan(v) else v for v in chunk.log_probabilities]
+            logprobs = {
+                "tokens": chunk.names,
+                "token_logprobs": values,
+                "top_logprobs": [top or None for top in chunk.top] if any(chunk.top) else None,
+                "text_offset": offsets,
+            }
+        ids = {"token_ids": chunk.tokens} if self._request.return_token_ids else {}
+        return {
+            "index": index,
+            "text": chunk.text,
+            **ids,
+            "logprobs": logprobs,
+            "finish_reason": REASONS[chunk.finish_reason],
+        }

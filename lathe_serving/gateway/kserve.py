@@ -11,7 +11,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from typing import Any
@@ -31,15 +31,15 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from lathe_serving.gateway.admission import Slots
-from lathe_serving.gateway.endpoint import Entrance, until_disconnect
+from lathe_serving.gateway.admission import Admission, Slots
+from lathe_serving.gateway.connections import read_body, until_disconnect
 from lathe_serving.gateway.errors import (
     ApiError,
     TritonDied,
     TritonUnavailable,
     as_api_error,
 )
-from lathe_serving.gateway.telemetry import Call, Usage
+from lathe_serving.gateway.telemetry import Call, Report
 from lathe_serving.gateway.triton import CrashQuarantine
 from lathe_serving.runtime.protocol import REQUEST_ID, score_name
 
@@ -111,6 +111,7 @@ class KServe:
 
     Args:
         address: Triton's HTTP address, `host:port`.
+        reports: called for each inference request at its end.
         slots: of the models that generate; requests to these wait for a slot, and can be cancelled.
         cancel: cancels the request with this name to this model.
     """
@@ -118,12 +119,14 @@ class KServe:
     def __init__(
         self,
         address: str,
-        entrance: Entrance,
+        admission: Admission,
+        reports: Sequence[Report],
         quarantine: CrashQuarantine,
         slots: Mapping[str, Slots],
         cancel: Callable[[str, str], None],
     ) -> None:
-        self._url, self._entrance, self._quarantine = f"http://{address}", entrance, quarantine
+        self._url, self._quarantine = f"http://{address}", quarantine
+        self._admission, self._reports = admission, reports
         self._slots, self._cancel = slots, cancel
         self._names = {*slots, *map(score_name, slots)}
 
@@ -156,10 +159,10 @@ class KServe:
 
         try:
             if not HEALTH.fullmatch(path):  # kubelet's probes have no key
-                call.caller = self._entrance.admission.check(scope)
+                call.caller = self._admission.check(scope)
             if inference:
                 call.caller.begin()
-                async with self._entrance.deadline.limit():
+                async with self._admission.until_deadline():
                     status = await self._infer(call, inference, scope, receive, noting)
             else:
                 await (await self._about(path, scope))(scope, receive, noting)
@@ -173,7 +176,7 @@ class KServe:
             else:
                 await told.response({"error": told.message})(scope, receive, send)
         if inference:
-            call.end(status, self._entrance.reports)
+            call.end(status, self._reports)
 
     async def _about(self, path: str, scope: Scope) -> Response:
         """Forward a request for metadata of Triton or its models."""
@@ -181,7 +184,7 @@ class KServe:
             raise ApiError(404, "this path does not exist")
         if scope["method"] not in ("GET", "HEAD"):
             return _not_allowed("GET, HEAD")
-        if self._entrance.admission.is_draining and path == "/v2/health/ready":
+        if self._admission.is_draining and path == "/v2/health/ready":
             return Response(status_code=503)
         try:
             async with self._session.get(self._url + path) as reply:
@@ -202,14 +205,14 @@ class KServe:
             await _not_allowed("POST")(scope, receive, send)
             return 405
         path, (model, verb) = inference[0], inference.groups()
-        body = await self._entrance.bodies.read(scope, receive)
+        body = await read_body(self._admission, scope, receive)
         headers = Headers(scope=scope)
         document = require_request(body, headers.get(JSON_LENGTH))
         digest = sha256(path.encode() + body).digest()  # before the name, which is never the same
         forwarded = _only(FORWARDED, headers)
         # Parameters are fields, or below `parameters`.
-        given = document.get("parameters")
-        fields = {**document, **(given if isinstance(given, dict) else {})}
+        nested = document.get("parameters")
+        fields = {**document, **(nested if isinstance(nested, dict) else {})}
 
         slots = self._slots.get(model)
         generates = verb != "infer" and slots is not None
@@ -223,10 +226,23 @@ class KServe:
         first_token: float | None = None
 
         def count(content: bytes) -> None:
+            """Add the tokens of a generated response, or of an event of a stream."""
             nonlocal first_token
             if fields.get("stream") is True and first_token is None:
                 first_token = time.monotonic()
-            _count(content, fields.get("echo") is True, call.usage)
+            try:
+                answer = from_json(content)
+                # Triton writes a tensor of one element as a number.
+                counts, sequences, prompts = (
+                    np.atleast_1d(answer.get(name, 0)).tolist()
+                    for name in ("token_count", "sequence", "prompt_token_count")
+                )
+            except (ValueError, AttributeError):  # an error
+                return
+            # All sequences of a prompt tell its length: it is counted with the first one.
+            usage, echoed = call.usage, sum(prompts) if fields.get("echo") is True else 0
+            usage.prompt += sum(prompts[:1]) if sequences[0] == 0 else 0
+            usage.completion += sum(counts) - echoed
 
         async def ask() -> int:
             async with self._quarantine.watch(digest):
@@ -268,23 +284,8 @@ class KServe:
                     self._cancel(model, name)
                 raise
 
-        with self._entrance.admission.place(call.caller):
+        with self._admission.track(call.caller):
             return await until_disconnect(generate(), receive)
-
-
-def _count(content: bytes, echo: bool, usage: Usage) -> None:
-    """Add the tokens of a generated response, or of an event of a stream."""
-    try:
-        answer = from_json(content)
-        # Triton writes a tensor of one element as a number.
-        counts, sequences, prompts = (
-            np.atleast_1d(answer.get(name, 0)).tolist()
-            for name in ("token_count", "sequence", "prompt_token_count")
-        )
-    except (ValueError, AttributeError):  # an error
-        return
-    usage.prompt += sum(prompts[:1]) if sequences[0] == 0 else 0
-    usage.completion += sum(counts) - (sum(prompts) if echo else 0)
 
 
 async def _stream(

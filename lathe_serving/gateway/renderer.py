@@ -169,7 +169,17 @@ class TemplateProcesses:
             try:
                 process, is_new = self._idle.pop(), False
             except IndexError:
-                process, is_new = self._start(), True
+                process, is_new = (
+                    subprocess.Popen(
+                        [sys.executable, "-m", "lathe_serving.gateway.template", *self._arguments],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        # An environment of its own: keys and addresses stay out of a template's reach.
+                        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+                    ),
+                    True,
+                )
+                self._processes.add(process)
             assert process.stdin is not None and process.stdout is not None
             answer, is_late = b"", False
             try:
@@ -192,17 +202,6 @@ class TemplateProcesses:
             if is_new or self._is_closed:
                 return {"error": f"{who} takes too much memory", "status": 400}
             # Earlier tasks may have used the memory: ask a new one.
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lathe_serving.gateway.template", *self._arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # An environment of its own: keys and addresses stay out of a template's reach.
-            env={"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        self._processes.add(process)
-        return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> int:
         """End a process, unless it has ended by itself; returns its exit status."""

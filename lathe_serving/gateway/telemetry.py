@@ -33,6 +33,7 @@ from prometheus_client import (
     generate_latest,
 )
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -237,7 +238,7 @@ class GatewayMetrics:
             first = call.first_token - call.started
             self._first.labels(call.path, call.model).observe(first)
 
-    def page(self) -> Response:
+    async def page(self, _: Request) -> Response:
         """The metrics page for Prometheus."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 

@@ -134,7 +134,12 @@ def enforceable(schema: Json) -> tuple[Json, list[str]]:
     except RecursionError:
         return {"type": "object"}, ["nested too deeply"]
     schema = {**(schema or {"type": "object"}), "x-guidance": {**JSON_OPTIONS, "lenient": True}}
-    return schema, dropped + [note for warning in warnings for note in _keywords(warning)]
+    for warning in warnings:
+        if match := re.fullmatch(r"Unimplemented keys: (\[.*\])", warning):
+            dropped += [str(keyword) for keyword in json.loads(match[1])]
+        else:
+            dropped.append(re.sub("^Unknown format: ", "format: ", warning))
+    return schema, dropped
 
 
 def _plain(schema: Any) -> Any:
@@ -196,19 +201,11 @@ def _error(schema: Any, is_lenient: bool = False) -> str | None:
 
 
 def _validate(schema: Json, is_lenient: bool) -> tuple[bool, list[str]]:
+    """Whether llguidance rejects a schema, and its error or warnings."""
     options = {**JSON_OPTIONS, "lenient": is_lenient}
-    grammar = {"grammars": [{"json_schema": {**schema, "x-guidance": options}}]}
-    found: tuple[bool, list[str]] = llguidance().LLMatcher.validate_grammar_with_warnings(
-        json.dumps(grammar)
-    )
-    return found
-
-
-def _keywords(warning: str) -> list[str]:
-    """The keywords of one of llguidance's warnings."""
-    if match := re.fullmatch(r"Unimplemented keys: (\[.*\])", warning):
-        return [str(keyword) for keyword in json.loads(match[1])]
-    return [re.sub("^Unknown format: ", "format: ", warning)]
+    grammar = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
+    is_wrong, messages = llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
+    return is_wrong, messages
 
 
 @dataclass(frozen=True)
@@ -298,27 +295,21 @@ def tool_grammar(
     return "\n".join(rules)
 
 
-class TextReader:
-    """Parses a text without tool calls."""
-
-    calls = 0
-
-    def add(self, text: str, finish_reason: FinishReason) -> list[Json]:
-        """See `CallReader`."""
-        return [{"content": text}] if text else []
-
-
 class CallReader:
     """Splits a streamed text into content and tool calls.
 
     Args:
+        call_format: None if there are no calls in the text.
         names: of the tools that may be called.
     """
 
-    def __init__(self, call_format: Format, names: Sequence[str]) -> None:
-        self._form = call_format
-        self._heads = {name: call_format.head(name) for name in names}
-        self._end = "}" + (call_format.closing or call_format.between + '{"name": "')
+    def __init__(self, call_format: Format | None, names: Sequence[str] = ()) -> None:
+        self._reads_calls = call_format is not None
+        self._form = form = call_format or HERMES
+        self._heads = {name: form.head(name) for name in names}
+        # What ends the arguments: a brace and what follows it. In a format without a closing text,
+        # that is the next call.
+        self._end = "}" + (form.closing or form.between + '{"name": "')
         self._text = ""  # what is not understood yet
         self._step: Callable[[FinishReason], Iterator[Json]] = self._read_text
         self._arguments = ""
@@ -331,6 +322,8 @@ class CallReader:
         Args:
             finish_reason: empty unless it is the last chunk.
         """
+        if not self._reads_calls:
+            return [{"content": text}] if text else []
         self._text += text
         deltas: list[Json] = []
         # A step reads as far as it can; if it has changed the state, the next state reads on.

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lathe_serving.gateway.admission import ApiKeys, Limits
-from lathe_serving.gateway.app import Gateway, Server
+from lathe_serving.gateway.app import Gateway
+from lathe_serving.gateway.connections import Server
 from lathe_serving.gateway.telemetry import Tracing
 from lathe_serving.gateway.triton import read_models
 from lathe_serving.server import TritonServer
@@ -24,7 +25,8 @@ def running(
     hosts: list[str] | None = None,
     tls: tuple[Path, Path] | None = None,
 ) -> Iterator[str]:
-    server = Server(gateway, origins, drain_seconds, hosts=hosts or (), tls=tls)
+    app = gateway.app(origins, hosts or ())
+    server = Server(app, gateway.admission, drain_seconds, tls=tls)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from lathe_serving.client import Client
-from lathe_serving.gateway import app, connections, generation
+from lathe_serving.gateway import connections, generation
 from lathe_serving.gateway.admission import Limits
 from lathe_serving.gateway.app import Gateway
 from lathe_serving.gateway.connections import raise_file_limit
@@ -104,7 +104,7 @@ MANY = LONG | {"prompt": ["x"] * 200, "n": 4}  # takes longer than any test wait
 def test_requests_in_flight_at_the_drain_deadline_get_an_error(
     server: TritonServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "LAST_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "LAST_SECONDS", 0.3)
     models = read_models(Path(server.state.repository))
     models = {name: replace(model, max_wait=3600) for name, model in models.items()}
     gateway = Gateway(models, server.state.grpc, server.state.http, Limits())

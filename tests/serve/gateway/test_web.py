@@ -15,7 +15,7 @@ import requests
 
 from lathe_base.errors import Code
 from lathe_serving.client import Client
-from lathe_serving.gateway import endpoint
+from lathe_serving.gateway import app
 from lathe_serving.gateway.admission import Limits
 from lathe_serving.server import TritonServer
 from tests.serve.gateway.test_limits import BODY, LONG, post
@@ -193,8 +193,8 @@ def test_a_request_keeps_its_name(address: str, caplog: pytest.LogCaptureFixture
 def test_a_stream_that_waits_is_kept_alive(
     address: str, monkeypatch: pytest.MonkeyPatch, openai: Any
 ) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(endpoint, "COMMENT_SECONDS", 0.001)
+    monkeypatch.setattr(app, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(app, "COMMENT_SECONDS", 0.001)
     plain = {name: value for name, value in SLOW.items() if name != "ignore_eos"}
     reply = requests.post(f"{address}/v1/completions", json=SLOW, stream=True, timeout=30)
     assert reply.status_code == 200
@@ -210,7 +210,7 @@ def test_a_stream_that_waits_is_kept_alive(
 def test_an_error_that_comes_late_is_in_the_stream(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(app, "FIRST_SECONDS", 0.0)
     too_long = SLOW | {"max_tokens": 10**6}
     assert '"context_length_exceeded"' in post(address, too_long).text
     monkeypatch.undo()
