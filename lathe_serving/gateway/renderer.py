@@ -169,15 +169,13 @@ class TemplateProcesses:
             try:
                 process, is_new = self._idle.pop(), False
             except IndexError:
-                process, is_new = (
-                    subprocess.Popen(
-                        [sys.executable, "-m", "lathe_serving.gateway.template", *self._arguments],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        # An environment of its own: keys and addresses stay out of a template's reach.
-                        env={"PYTHONPATH": str(Path(__file__).parents[2])},
-                    ),
-                    True,
+                is_new = True
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "lathe_serving.gateway.template", *self._arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    # Of its own: keys and addresses stay out of a template's reach.
+                    env={"PYTHONPATH": str(Path(__file__).parents[2])},
                 )
                 self._processes.add(process)
             assert process.stdin is not None and process.stdout is not None
