@@ -159,19 +159,6 @@ class ChatRequest(Conversation, Sampling):
         return [choice.function.name] if isinstance(choice, ChosenTool) else None
 
     @property
-    def may_reply(self) -> bool:
-        """Whether the model may answer without a call."""
-        choice = self.tool_choice
-        if isinstance(choice, AllowedChoice):
-            return choice.allowed_tools.mode == "auto"
-        return choice in (None, "auto")
-
-    @property
-    def may_call_more(self) -> bool:
-        """Whether several calls are allowed."""
-        return self.parallel_tool_calls and not isinstance(self.tool_choice, ChosenTool)
-
-    @property
     def usable_tools(self) -> list[Json]:
         """The tools offered to the model: none if it must not call any."""
         # With "none" the prompt has no tools either: a model that sees them may call them.
@@ -246,12 +233,14 @@ async def chat_constraint(request: ChatRequest, served: ServedModel) -> Constrai
     if not request.usable_tools or call_format is None:
         return constraint  # `render_prompt` rejects tools without a format
     tools = await served.schemas.enforceable(request.usable_tools)
-    names = set(request.callable_names)
+    names, choice = set(request.callable_names), request.tool_choice
+    mode = choice.allowed_tools.mode if isinstance(choice, AllowedChoice) else choice
+    may_reply = mode in (None, "auto")  # without a call
     grammar = tool_grammar(
         call_format,
         [tool for tool in tools if tool["function"]["name"] in names],
-        request.may_reply,
-        request.may_call_more,
+        may_reply,
+        request.parallel_tool_calls and not isinstance(choice, ChosenTool),
         constraint.json_schema if constraint else None,
     )
     # Bounded here as well as in the backend, whose error would not say that the tools are meant.
@@ -263,7 +252,7 @@ async def chat_constraint(request: ChatRequest, served: ServedModel) -> Constrai
         )
         raise ApiError(400, what, param="tools")
     # The field that the backend's error is about: the client did not write this grammar.
-    return Constraint(constraint.field if constraint and request.may_reply else "tools", value)
+    return Constraint(constraint.field if constraint and may_reply else "tools", value)
 
 
 class Chat(Generation):
@@ -291,6 +280,8 @@ class Chat(Generation):
         call: Call,
     ) -> None:
         model, limit = served.model, request.limit
+        # Here, not only in the backend, whose error would not be about the messages. Without a limit
+        # the answer may take all of the room, as in OpenAI's API.
         room = model.n_positions - len(prompt)
         if room < (limit if limit is not None else 1):
             asked = "" if limit is None else f" and {limit} of the answer"

@@ -53,11 +53,12 @@ FIELDS = {"messages": "input", "response_format": "text.format"}
 
 
 @contextmanager
-def own_fields() -> Iterator[None]:
-    """Errors of a chat name the fields of this interface."""
+def renamed_fields() -> Iterator[None]:
+    """Rename the fields that errors of a chat are about, to those of this interface."""
     try:
         yield
     except Exception as error:
+        # Prompts are answered in task groups, whose errors come in groups.
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
@@ -268,7 +269,7 @@ async def read_responses(body: Any, call: Call, find: Find) -> "Responses":
         ValidationError, ApiError: the request is invalid, or cannot be answered now.
     """
     request = ResponsesRequest.model_validate(body)
-    with own_fields():
+    with renamed_fields():
         return Responses(request, await begin_chat(request.chat(), call, find))
 
 
@@ -291,8 +292,9 @@ class Responses:
 
     async def whole(self) -> Json:
         """The complete response."""
-        with own_fields():
+        with renamed_fields():
             ((message, logprobs, reason),) = await self._chat.messages()
+        # The same items as those of a stream, built from the whole message as its only deltas.
         items, calls = _Items(), message.get("tool_calls", [])
         deltas = [{"content": message["content"]}] if message["content"] or not calls else []
         deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(calls)]
@@ -308,7 +310,7 @@ class Responses:
         """The response's server-sent events, as it is generated."""
         event, begun = self._event, {"response": self._response(None, [])}
         items, reason = _Items(), None
-        with own_fields():
+        with renamed_fields():
             async with aclosing(self._chat.deltas()) as pieces:
                 async for _, deltas, logprobs, finished in pieces:
                     if self._events == 0:  # an error before the first piece has its own status
@@ -404,7 +406,7 @@ class _Items:
             if part := call["function"]["arguments"]:
                 assert self._item is not None
                 self._item["arguments"] += part
-                yield "response.function_call_arguments.delta", {**self._place, "delta": part}
+                yield "response.function_call_arguments.delta", {**self._position, "delta": part}
         text = delta.get("content")
         content = logprobs["content"] if logprobs else []
         if text or content:
@@ -418,7 +420,7 @@ class _Items:
             part["text"] += text
             part["logprobs"] += content
             fields = {"content_index": 0, "delta": text, "logprobs": content}
-            yield "response.output_text.delta", {**self._place, **fields}
+            yield "response.output_text.delta", {**self._position, **fields}
 
     def end(self, reason: str | None) -> Iterator[tuple[str, Json]]:
         """The events of the end of the text."""
@@ -427,7 +429,7 @@ class _Items:
         yield from self._close(_status(reason))
 
     @property
-    def _place(self) -> Json:
+    def _position(self) -> Json:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self.done)}
 
@@ -436,7 +438,10 @@ class _Items:
         yield from self._open({"id": name, "type": "message", "role": "assistant", "content": []})
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         assert self._item is not None
-        yield "response.content_part.added", {**self._place, "content_index": 0, "part": {**part}}
+        yield (
+            "response.content_part.added",
+            {**self._position, "content_index": 0, "part": {**part}},
+        )
         self._item["content"] = [part]
 
     def _open(self, item: Json) -> Iterator[tuple[str, Json]]:
@@ -450,13 +455,13 @@ class _Items:
             return
         if item["type"] == "message":
             (part,) = item["content"]
-            fields = {**self._place, "content_index": 0}
+            fields = {**self._position, "content_index": 0}
             told = {"text": part["text"], "logprobs": part["logprobs"]}
             yield "response.output_text.done", {**fields, **told}
             yield "response.content_part.done", {**fields, "part": part}
         else:
             told = {"name": item["name"], "arguments": item["arguments"]}
-            yield "response.function_call_arguments.done", {**self._place, **told}
+            yield "response.function_call_arguments.done", {**self._position, **told}
         item["status"] = status
         yield "response.output_item.done", {"output_index": len(self.done), "item": item}
         self.done.append(item)

@@ -124,7 +124,7 @@ def enforceable(schema: Json) -> tuple[Json, list[str]]:
         schema = _plain(schema)
         if not schema.keys() & {"type", "anyOf", "oneOf", "allOf", "$ref"}:
             schema = {"type": "object", **schema}
-        if _error(schema) is None:
+        if _validate(schema)[0] is None:
             return schema, []
         # As it is, it is rejected. llguidance can be lenient and say what it ignores; but some
         # keywords it rejects even then, and these are removed first.
@@ -172,7 +172,7 @@ def _repaired(schema: Any, definitions: Json, dropped: list[str]) -> Any:
     """The schema without what llguidance rejects even if it is lenient, from the inside out."""
 
     def error(changed: Any) -> str | None:
-        return _error({**definitions, **changed}, is_lenient=True)
+        return _validate({**definitions, **changed}, is_lenient=True)[0]
 
     if not isinstance(schema, dict) or error(schema) is None:
         return schema
@@ -195,17 +195,12 @@ def _repaired(schema: Any, definitions: Json, dropped: list[str]) -> Any:
     return {}
 
 
-def _error(schema: Any, is_lenient: bool = False) -> str | None:
-    failed, messages = _validate(schema, is_lenient)
-    return " ".join(messages[0].split()) if failed else None
-
-
-def _validate(schema: Json, is_lenient: bool) -> tuple[bool, list[str]]:
-    """Whether llguidance rejects a schema, and its error or warnings."""
+def _validate(schema: Json, is_lenient: bool = False) -> tuple[str | None, list[str]]:
+    """llguidance's reason to reject a schema, None if it does not, and its messages."""
     options = {**JSON_OPTIONS, "lenient": is_lenient}
     grammar = json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]})
-    is_wrong, messages = llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
-    return is_wrong, messages
+    is_rejected, messages = llguidance().LLMatcher.validate_grammar_with_warnings(grammar)
+    return " ".join(messages[0].split()) if is_rejected else None, messages
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ class Triton:
             finally:
                 stream.forget(message.id)
                 if going and not stream.has_ended:  # on one stream it cannot overtake the request
-                    stream.send(_cancellation(model_name, message.id))
+                    stream.cancel(model_name, message.id)
 
     def cancel(self, model_name: str, name: str) -> None:
         """Cancel a request that was not sent by `generate`.
@@ -302,7 +302,7 @@ class Triton:
             model_name: a model that `generate` supports.
             name: its parameter REQUEST_ID.
         """
-        self._stream().send(_cancellation(model_name, name))
+        self._stream().cancel(model_name, name)
 
     def _stream(self) -> "_Stream":
         # A stream that has ended is replaced by the next request that would use it.
@@ -318,8 +318,8 @@ class _Stream:
     def __init__(self, stub: Any, url: str) -> None:
         self._url = url
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
-        self._asked: dict[str, asyncio.Queue[list[Chunk] | Exception]] = {}
-        self._sent: set[str] = set()
+        self._asked: dict[str, asyncio.Queue[list[Chunk] | Exception]] = {}  # by request id
+        self._sent: set[str] = set()  # ids of those that gRPC has taken
         self._call = stub.ModelStreamInfer(self._messages())
         self._reader = asyncio.create_task(self._read())
 
@@ -330,11 +330,13 @@ class _Stream:
     def ask(self, message: Any) -> asyncio.Queue[list[Chunk] | Exception]:
         """Send a request; its responses, or its error, arrive in the returned queue."""
         self._asked[message.id] = asyncio.Queue()
-        self.send(message)
+        self._outgoing.put_nowait(message)
         return self._asked[message.id]
 
-    def send(self, message: Any) -> None:
-        self._outgoing.put_nowait(message)
+    def cancel(self, model_name: str, name: str) -> None:
+        """Send the backend a message that cancels the request with this name."""
+        # Repositories of earlier versions require a text.
+        self._outgoing.put_nowait(request(model_name, "", {CANCEL: name}))
 
     def forget(self, name: str) -> None:
         """Ignore further responses to a request."""
@@ -354,7 +356,7 @@ class _Stream:
             async for response in self._call:
                 chunks = self._asked.get(response.infer_response.id)
                 if chunks is None:
-                    continue
+                    continue  # it is cancelled, and Triton did not know yet
                 if response.error_message:
                     chunks.put_nowait(refusal(response.error_message))
                 else:
@@ -362,13 +364,9 @@ class _Stream:
         except grpc.RpcError as error:
             ended = error.details() or error.code().name
         finally:
+            # Whatever ended the stream ends all that were asked on it; each may be sent again.
             self._call.cancel()
             for name, chunks in self._asked.items():
                 # Only a request that Triton had can have crashed it.
                 kind = TritonDied if name in self._sent else TritonUnavailable
                 chunks.put_nowait(kind(f"Triton on {self._url}: {ended}"))
-
-
-def _cancellation(model_name: str, name: str) -> Any:
-    # Repositories of earlier versions require a text.
-    return request(model_name, "", {CANCEL: name})
