@@ -47,7 +47,7 @@ class Client:
         timeout_seconds: float | None = None,
         api_key: str | None = None,
     ) -> None:
-        utf8(model_name, "model name")
+        utf8(model_name, "model name")  # neither interface could send it otherwise
         self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
         self._transport: Transport = (
             OpenAITransport(url, model_name, timeout_seconds, api_key)

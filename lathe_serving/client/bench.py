@@ -58,9 +58,11 @@ def bench(
                 "give a positive number, or omit the option",
                 Code.INVALID_VALUE,
             )
-    claim_output_folder(output, LOAD, prompts)
+    claim_output_folder(output, LOAD, prompts)  # before minutes of load, not after them
     lines = list(OPENINGS) if prompts is None else _lines(prompts)
     generator = np.random.default_rng(shape["seed"])
+    # Lengths of answers are those that the load asks for, not those of the model: two servers with
+    # different models get the same load.
     lengths = generator.integers(tokens[0], tokens[1] + 1, shape["requests"]).tolist()
     load, goal = Load(lines, lengths, **shape), Objective(*objective)
     with Client(url, model_name) if url is not None else connect() as client:

@@ -45,6 +45,7 @@ def ask(
     Raises:
         UserError, StageError: as `Client.stream`.
     """
+    # The prompt is shown with the first chunk, when nothing can be wrong with the request any more.
     start = prompt
     try:
         with closing(client.stream(prompt, **parameters)) as chunks:

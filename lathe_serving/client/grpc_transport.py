@@ -123,6 +123,7 @@ def response_chunks(response: Any) -> list[Chunk]:
 def refusal(message: str) -> Exception:
     """The exception for an error from the server: a UserError if the message has a hint, because
     the request was then invalid; otherwise a StageError."""
+    # A backend's message is all that Triton passes on: hint and code are in its text.
     message, _, code = message.partition(CODE)
     what, _, hint = message.partition("\n  hint: ")
     if "unknown model" in message:
@@ -187,6 +188,7 @@ class GrpcTransport:
             message.inputs.add(
                 name=name, datatype=np_to_triton_dtype(array.dtype), shape=array.shape
             )
+            # Raw contents: a list of numbers in the message would be parsed one by one.
             raw = serialize_byte_tensor(array).item() if is_text else array.tobytes()
             message.raw_input_contents.append(raw)
         self._reach()

@@ -104,7 +104,7 @@ class RequestTimes:
     @property
     def between_tokens(self) -> NDArray[np.float64]:
         """(n - 1,) seconds from each of the n chunks to the next (ITL)."""
-        return np.diff(np.unique(self.tokens))
+        return np.diff(np.unique(self.tokens))  # tokens of one chunk have the same time
 
     @property
     def end_to_end(self) -> float:
@@ -153,7 +153,7 @@ def run_load(client: Client, load: Load) -> list[RequestTimes]:
     started = time.perf_counter()
     done: list[RequestTimes] = []
     lock = threading.Lock()
-    total = load.requests if load.seconds == math.inf else None
+    total = load.requests if load.seconds == math.inf else None  # unknown: time may end it first
     with bar("requests", total) as progress:
 
         def ask(number: int) -> None:
@@ -191,6 +191,7 @@ def summarize(requests: Sequence[RequestTimes], objective: Objective) -> Summary
             "check the server's log",
             Code.SERVER_ERROR,
         )
+    # From the first request sent, also a failed one, to the last token: rates are of all that time.
     ends = max(request.tokens[-1] for request in answered)
     seconds = ends - min(request.sent for request in requests)
     good = sum(request.meets(objective) for request in requests)

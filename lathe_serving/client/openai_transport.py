@@ -99,10 +99,12 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
         parameters: those of `lathe_base.parameters`.
 
     Raises:
-        UserError: a parameter is unknown, out of range, or only supported by Triton.
+        UserError: a parameter is unknown, out of range, or only supported by Triton; or the prompt
+            is not UTF-8 text.
     """
     # Checked as Triton's backend would, so that both interfaces reject the same values; a name that
     # OpenAI's API has not would be ignored by the server, without a word.
+    utf8(prompt)
     settings = {ALIASES.get(name, name): v for name, v in parameters.items() if v is not None}
     params = parse(settings, Params())
     beams = {"beam_search"} if params.decode_strategy == "beam_search" else set()
@@ -126,10 +128,11 @@ def body(model_name: str, prompt: str, parameters: Parameters) -> dict[str, Any]
             raise UserError(
                 what, f"give {FIELDS['structured_outputs'].limit}", Code.INVALID_VALUE
             ) from None
-    if params.logprobs:
+    if params.logprobs:  # the number of most likely tokens, which may be 0
         fields["logprobs"] = params.top_logprobs
     if "num_return_sequences" in settings:
         fields["n"] = params.num_return_sequences
+    # Without its ids a token would be known by its text only, which may be half a character.
     return {"model": model_name, "prompt": prompt, "return_token_ids": True, **fields}
 
 
@@ -170,6 +173,7 @@ def refusal(url: str, reply: httpx2.Response) -> Exception:
     try:
         error = ApiError.model_validate(json.loads(reply.content)["error"])
     except (ValueError, KeyError, TypeError, ValidationError):
+        # Proxies answer with pages of their own, too: that is no reason to doubt the server behind.
         if reply.status_code < 500 and reply.status_code not in (401, 403, 429):
             return not_openai(url, reply.content, f"status {reply.status_code}: ")
         error = ApiError(message=f"status {reply.status_code}")
@@ -276,20 +280,11 @@ class _Endpoint:
             "trust_env": not is_loopback(self._url),  # proxies
         }
 
-    def _body(self, prompt: str, parameters: Parameters) -> dict[str, Any]:
-        utf8(prompt)
-        return body(self._model_name, prompt, parameters)
-
     def _chunks(self, data: str | bytes, since: float) -> list[Chunk]:
         # httpx's timeout starts again with each piece that arrives; this one is for all of them.
         if self._timeout is not None and time.monotonic() - since > self._timeout:
             raise too_slow(self._url, self._timeout)
         return parse_chunks(data, self._url)
-
-    def _reached(self, reply: httpx2.Response) -> None:
-        if reply.status_code != 200:
-            raise refusal(self._url, reply)
-        self._is_reached = True
 
     def _cut(self) -> StageError:
         return StageError(
@@ -312,7 +307,7 @@ class OpenAITransport(_Endpoint):
 
     def chunks(self, prompt: str, parameters: Parameters) -> Generator[Chunk]:
         """See `Transport.chunks`."""
-        asked = self._body(prompt, parameters)
+        asked = body(self._model_name, prompt, parameters)
         self._reach()
         since = time.monotonic()
         with (
@@ -346,9 +341,13 @@ class OpenAITransport(_Endpoint):
 
     def _reach(self) -> None:
         """Check once that the server answers and accepts the key."""
-        if not self._is_reached:
-            with reaching(self._url):
-                self._reached(self._http.get("/models", timeout=REACH_SECONDS))
+        if self._is_reached:
+            return
+        with reaching(self._url):
+            reply = self._http.get("/models", timeout=REACH_SECONDS)
+        if reply.status_code != 200:
+            raise refusal(self._url, reply)
+        self._is_reached = True
 
     def _only_triton(self, what: str) -> UserError:
         return UserError(
@@ -373,7 +372,7 @@ class AsyncOpenAITransport(_Endpoint):
 
     async def chunks(self, prompt: str, parameters: Parameters) -> AsyncGenerator[Chunk]:
         """See `AsyncTransport.chunks`."""
-        asked = self._body(prompt, parameters)
+        asked = body(self._model_name, prompt, parameters)
         await self._reach()
         since = time.monotonic()
         with asking(self._url, self._timeout):
@@ -398,6 +397,10 @@ class AsyncOpenAITransport(_Endpoint):
         await self._http.aclose()
 
     async def _reach(self) -> None:
-        if not self._is_reached:
-            with reaching(self._url):
-                self._reached(await self._http.get("/models", timeout=REACH_SECONDS))
+        if self._is_reached:
+            return
+        with reaching(self._url):
+            reply = await self._http.get("/models", timeout=REACH_SECONDS)
+        if reply.status_code != 200:
+            raise refusal(self._url, reply)
+        self._is_reached = True

@@ -50,6 +50,8 @@ def _read_page() -> tuple[bytes, str]:
         text = (folder / f"playground.{suffix}").read_text(encoding="utf-8")
         page = page.replace(f"<{kind}></{kind}>", f"<{kind}>{text}</{kind}>")
         digests[kind] = b64encode(sha256(text.encode()).digest()).decode()
+    # Only this page's own style and script, by their digests, and calls to this server: a model's
+    # text that became HTML could then load or send nothing.
     policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
     policy += "form-action 'none'; frame-ancestors 'none'; "
     policy += "; ".join(f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items())
@@ -95,7 +97,7 @@ def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
     except OverflowError as error:
         what = f"port {port}: {error}"
         raise UserError(what, "give another --port", Code.INVALID_VALUE) from None
-    server.daemon_threads = True
+    server.daemon_threads = True  # a generation in progress does not keep the command alive
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -176,6 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         return host in (HOST, "localhost")
 
     def _forward(self, method: str, path: str, body: bytes) -> None:
+        # `/N/call`: an endpoint by its number, so that a page cannot name any other address.
         match = re.fullmatch(rf"/([0-9]{{1,3}})/({'|'.join(CALLS[method])})", path)
         if match is None or int(match[1]) >= len(self.endpoints):
             self._refuse(404, "no such page")
@@ -191,6 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
                 headers = {n: self.headers[n] for n in FORWARDED if n in self.headers}
                 connection.request(method, f"{address.path}/{match[2]}", body or None, headers)
                 reply = connection.getresponse()
+                # No length: it may be a stream, whose end is that of the connection.
                 with suppress(OSError, HTTPException):  # the page sees that the end is missing
                     self.send_response(reply.status)
                     for name in RETURNED:

@@ -280,7 +280,7 @@ class Chat(Generation):
         call: Call,
     ) -> None:
         model, limit = served.model, request.limit
-        # Here, not only in the backend, whose error would not be about the messages. Without a limit
+        # Here, not only in the backend, whose error would not be about messages. Without a limit
         # the answer may take all of the room, as in OpenAI's API.
         room = model.n_positions - len(prompt)
         if room < (limit if limit is not None else 1):

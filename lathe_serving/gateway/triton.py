@@ -356,7 +356,7 @@ class _Stream:
             async for response in self._call:
                 chunks = self._asked.get(response.infer_response.id)
                 if chunks is None:
-                    continue  # it is cancelled, and Triton did not know yet
+                    continue  # its client has left, and Triton did not know yet
                 if response.error_message:
                     chunks.put_nowait(refusal(response.error_message))
                 else:
@@ -364,7 +364,7 @@ class _Stream:
         except grpc.RpcError as error:
             ended = error.details() or error.code().name
         finally:
-            # Whatever ended the stream ends all that were asked on it; each may be sent again.
+            # Whatever ended the stream ends all requests on it.
             self._call.cancel()
             for name, chunks in self._asked.items():
                 # Only a request that Triton had can have crashed it.
