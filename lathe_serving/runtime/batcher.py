@@ -68,8 +68,7 @@ class Batcher:
         self._speculates, self._watcher = speculates, watcher or Watcher()
         self._cache = model.start(max_running)
         self._prefixes = PrefixCache(prefix_bytes)
-        # Views of the cache, by their rows: binding a runtime to memory takes time.
-        self._parts: dict[tuple[int, int], KVCache] = {}
+        self._parts: dict[tuple[int, int], KVCache] = {}  # views of it, by their rows
         self._pairs: dict[tuple[int, int], MixedCaches] = {}
         self._waiting: deque[SequenceGroup] = deque()
         self._reading: dict[SequenceGroup, int] = {}  # rows of the prompts being read
@@ -206,7 +205,7 @@ class Batcher:
                 self._waiting.remove(group)
                 self._reading[group] = self._last_free_row(len(self._owners))
             self._notify_watcher(self._watcher.admitted, time.monotonic() - group.arrived)
-            part = self._prompt_cache(group)
+            part = self._part(self._reading[group])
             part.lengths[0] = 0
             if not group.scores_prompt:
                 group.cached_tokens = self._prefixes.load(group.prompt, part)
@@ -223,7 +222,7 @@ class Batcher:
 
     def _read(self, group: SequenceGroup, chunk: NDArray[np.int64]) -> None:
         """Read a chunk of a prompt alone."""
-        part = self._prompt_cache(group)
+        part = self._part(self._reading[group])
         try:
             if group.scores_prompt:  # logits after every token, not only the last one
                 done = int(part.lengths[0])
@@ -243,7 +242,7 @@ class Batcher:
         try:
             key = len(self._owners), self._reading[group]
             if key not in self._pairs:  # binding the buffers of a pair takes time
-                rows, prompt = self._part(0, key[0]), self._prompt_cache(group)
+                rows, prompt = self._part(0, key[0]), self._part(self._reading[group])
                 self._pairs[key] = self.model.pair(rows, prompt)
             pair, tokens = self._pairs[key], np.array(self._tokens)
             logits, prompt_logits = self.model.mix(pair, tokens, chunk, is_last)
@@ -268,7 +267,7 @@ class Batcher:
         row, first = self._reading[group], len(self._owners)
         done = int(self._cache.lengths[row])
         try:
-            self._prefixes.store(group.prompt[:done], self._prompt_cache(group))
+            self._prefixes.store(group.prompt[:done], self._part(self._reading[group]))
             if done < len(group.prompt):
                 return
             step = group.choose(logits)
@@ -373,11 +372,9 @@ class Batcher:
         except Exception:
             log.exception("the watcher failed")
 
-    def _prompt_cache(self, group: SequenceGroup) -> KVCache:
-        row = self._reading[group]
-        return self._part(row, row + 1)
-
-    def _part(self, first: int, last: int) -> KVCache:
-        if (first, last) not in self._parts:
-            self._parts[first, last] = self.model.rows(self._cache, first, last)
-        return self._parts[first, last]
+    def _part(self, first: int, last: int | None = None) -> KVCache:
+        """A view of the cache's rows `first` to `last`, or of one row."""
+        rows = first, first + 1 if last is None else last
+        if rows not in self._parts:  # binding a runtime to memory takes time
+            self._parts[rows] = self.model.rows(self._cache, *rows)
+        return self._parts[rows]

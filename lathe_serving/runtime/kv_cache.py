@@ -24,8 +24,9 @@ class KVCache(ABC):
     """Keys and values of a batch, at most `capacity` tokens per row; runtimes differ in the layout.
 
     Attributes:
-        buffers: keys of every layer, then values; the first axis is the row. Row b has `lengths[b]`
-            tokens; anything after them is never read.
+        buffers: keys of every layer, then values; the first axis is the row, the last three are
+            n_kv_head_i, tokens and head_dim. Row b has `lengths[b]` tokens; anything after them is
+            never read.
         lengths: int64 (batch,).
         n_prefix: tokens of the model's prefix at the start of every row, not counted in lengths,
             capacity and positions.
@@ -55,7 +56,7 @@ class KVCache(ABC):
 
     def write(self, first: int, tokens: KeyValues) -> None:
         """Write the result of `read` at position `first` of row 0."""
-        ends = np.cumsum([0, *map(self._n_head, self.buffers)])
+        ends = np.cumsum([0, *(buffer.shape[-3] for buffer in self.buffers)])
         for buffer, (begin, end) in zip(self.buffers, pairwise(ends), strict=True):
             self._set(buffer, self.n_prefix + first, tokens[begin:end])
 
@@ -68,10 +69,6 @@ class KVCache(ABC):
     @abstractmethod
     def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
         """Copy at least the first n tokens of rows `of` to rows `to`."""
-
-    @abstractmethod
-    def _n_head(self, buffer: NDArray[Any]) -> int:
-        """The layer's number of key-value heads."""
 
     @abstractmethod
     def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:

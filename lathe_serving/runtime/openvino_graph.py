@@ -186,9 +186,15 @@ class Translator:
                     return x.astype(np.float32)
                 return ops.convert(self.output(node.input[0]), "f32").output(0)
             case "LayerNormalization":
-                return self._layer_norm(node)
+                x, weight, bias = self.given(node)
+                epsilon = _attributes(node)["epsilon"]
+                normal = ops.mvn(x, np.array([-1]), True, epsilon, "inside_sqrt")
+                return ops.add(ops.multiply(normal, weight), bias).output(0)
             case "RMSNormalization":
-                return self._rms_norm(node)
+                x, weight = self.given(node)
+                mean = ops.reduce_mean(ops.power(x, np.float32(2)), np.array([-1]), True)
+                root = ops.sqrt(ops.add(mean, np.float32(_attributes(node)["epsilon"])))
+                return ops.multiply(ops.divide(x, root), weight).output(0)
             case "QuantizeLinear":
                 return Rounded(self.output(node.input[0]), self._array(node.input[1]))
             case "DequantizeLinear":
@@ -199,9 +205,9 @@ class Translator:
                 low, high = np.float32(-LEVELS / 2 * scale), np.float32((LEVELS / 2 - 1) * scale)
                 return ops.fake_quantize(x.x, low, high, low, high, LEVELS).output(0)
             case "MatMul":
-                factor, weight = self.output(node.input[0]), self.values[node.input[1]]
+                factor, stored = self.output(node.input[0]), self.values[node.input[1]]
                 is_float = factor.get_node().get_type_name() != "FakeQuantize"
-                if isinstance(weight, Integers) and is_float:
+                if isinstance(stored, Integers) and is_float:
                     self.groups.add(0)  # its input must not be rounded
                 return ops.matmul(factor, self.weight(node), False, True).output(0)
             case "MatMulNBits":
@@ -250,18 +256,6 @@ class Translator:
                     return x.reshape([x.shape[i] if n == 0 else n for i, n in enumerate(shape)])
                 return ops.reshape(self.output(node.input[0]), shape, True).output(0)
         raise ValueError(f"the operator {node.op_type} is not translated")
-
-    def _layer_norm(self, node: onnx.NodeProto) -> Output:
-        x, weight, bias = self.given(node)
-        epsilon = _attributes(node)["epsilon"]
-        normal = ops.mvn(x, np.array([-1]), True, epsilon, "inside_sqrt")
-        return ops.add(ops.multiply(normal, weight), bias).output(0)
-
-    def _rms_norm(self, node: onnx.NodeProto) -> Output:
-        x, weight = self.given(node)
-        mean = ops.reduce_mean(ops.power(x, np.float32(2)), np.array([-1]), True)
-        root = ops.sqrt(ops.add(mean, np.float32(_attributes(node)["epsilon"])))
-        return ops.multiply(ops.divide(x, root), weight).output(0)
 
     def weight(self, node: onnx.NodeProto) -> Output:
         """The weight (out, in) of a product."""

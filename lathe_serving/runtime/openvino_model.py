@@ -45,9 +45,6 @@ class PagedCache(KVCache):
         n_blocks = -(-n // BLOCK_TOKENS)
         buffer[to, :n_blocks] = buffer[of, :n_blocks]
 
-    def _n_head(self, buffer: NDArray[Any]) -> int:
-        return int(buffer.shape[2])
-
     def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
         block, offset = np.divmod(np.arange(first, first + n), BLOCK_TOKENS)
         tokens: KeyValues = buffer[0, block, :, offset].swapaxes(0, 1)

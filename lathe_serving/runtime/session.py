@@ -81,9 +81,6 @@ class ContiguousCache(KVCache):
     def _copy(self, buffer: NDArray[Any], to: list[int], of: list[int], n: int) -> None:
         buffer[to, :, :n] = buffer[of, :, :n]
 
-    def _n_head(self, buffer: NDArray[Any]) -> int:
-        return int(buffer.shape[1])
-
     def _get(self, buffer: NDArray[Any], first: int, n: int) -> KeyValues:
         return buffer[0, :, first : first + n]
 
@@ -110,6 +107,7 @@ class OnnxModel(ExportedModel):
         types = {node.name: node.type for node in self.session.get_inputs()}
         self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
         self.can_mix = "chunk_length" in types
+        # In other than mixed steps, such a graph gets a chunk of a prompt that is empty.
         self._no_prompt = self._buffers(1, 0)
         self._prefix_length = {PREFIX_LENGTH: np.array(self.n_prefix)} if self.n_prefix else {}
 
@@ -176,6 +174,7 @@ class OnnxModel(ExportedModel):
     def _run(self, binding: Any, feeds: dict[str, NDArray[Any]]) -> Logits:
         for name, value in feeds.items():
             binding.bind_cpu_input(name, value)
+        # Into memory of this step's own: the caller may keep them while the next step runs.
         logits = np.empty((*feeds["logits_index"].shape, self.vocab_size), np.float32)
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         self.session.run_with_iobinding(binding)

@@ -81,6 +81,7 @@ class TokenLimit:
 
 def bos_ids(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer prepends to a text: none or one."""
+    # What comes before the tokens of a text that every vocabulary has.
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole: list[int] = tokenizer.encode("a").ids
     starts = range(len(whole) - len(plain) + 1)
@@ -211,6 +212,8 @@ class TextStream:
             return text
         self._held += [(character, True) for character in text]
         self._held += [(character, False) for character in self._token_bytes.special(token)]
+        # Search in both views of the text, with special tokens and without. Positions are those in
+        # `_held` throughout, so that the earliest stop of either view cuts both.
         whole = range(len(self._held))
         emitted = [i for i in whole if self._held[i][1]]
         longest = max(map(len, self._stop))

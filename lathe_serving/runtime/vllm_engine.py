@@ -166,6 +166,7 @@ class VLLMEngine(CheckedBackend):
                 "see the log above, or set Serving.runtime=onnxruntime",
                 Code.UNSUPPORTED,
             ) from error
+        # Cancellations are asked for, not told: see `Receiver`.
         self._look = asyncio.run_coroutine_threadsafe(self._look_for_ends(), self._loop)
 
     async def _load(self, model: Path, prefix_bytes: int) -> Any:
@@ -233,6 +234,8 @@ class VLLMEngine(CheckedBackend):
         if params.structured_outputs:  # in a process with limits, which vLLM does not have
             self.grammars.start(params.structured_outputs, params.stop_token_ids)
         group = _Group(self, ids, max_tokens, params, receiver)
+        # vLLM would queue any number of requests. They wait here for their slots, as with the other
+        # runtimes, so that a full queue can be told at once.
         with self._changed:
             if not self._is_open or len(self._waiting) >= self._max_queue + self._free_slots():
                 return False
@@ -376,7 +379,7 @@ class _Group:
 
     async def _run(self, index: int) -> None:
         """Deliver what one branch generates."""
-        sampling = self._sampling.clone()
+        sampling = self._sampling.clone()  # a branch has its own seed
         if self._params.seed is not None:
             seeds = np.random.SeedSequence(self._params.seed).spawn(index + 1)
             sampling.seed = int(seeds[index].generate_state(1)[0])
@@ -436,7 +439,7 @@ class _Group:
         if reason and not text.stopped:
             pieces.append(text.rest())
         chunk = Chunk("".join(pieces), tokens, reason or "", index)
-        if self._params.logprobs:
+        if self._params.logprobs:  # not strict: an end has scores, but is not among the tokens
             scores = zip(tokens, completion.logprobs, strict=False)
             chunk = self._scored(chunk, [self._score(*each) for each in scores], lengths)
         if reason:
