@@ -21,19 +21,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("port", type=int)
     args = parser.parse_args(arguments)
     time.sleep(args.first)
-    while _is_open(args.port):
+    while True:
+        try:
+            socket.create_connection((HOST, args.port), timeout=POLL_SECONDS).close()
+        except TimeoutError:
+            pass  # it is busy
+        except OSError:
+            return 0
         time.sleep(POLL_SECONDS)
-    return 0
-
-
-def _is_open(port: int) -> bool:
-    try:
-        socket.create_connection((HOST, port), timeout=POLL_SECONDS).close()
-    except TimeoutError:
-        return True  # it is busy
-    except OSError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

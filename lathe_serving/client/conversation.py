@@ -45,7 +45,7 @@ def ask(
     Raises:
         UserError, StageError: as `Client.stream`.
     """
-    # The prompt is shown with the first chunk, when nothing can be wrong with the request any more.
+    # The prompt is shown with the first chunk: then the request has been accepted.
     start = prompt
     try:
         with closing(client.stream(prompt, **parameters)) as chunks:

@@ -51,7 +51,7 @@ def _read_page() -> tuple[bytes, str]:
         page = page.replace(f"<{kind}></{kind}>", f"<{kind}>{text}</{kind}>")
         digests[kind] = b64encode(sha256(text.encode()).digest()).decode()
     # Only this page's own style and script, by their digests, and calls to this server: a model's
-    # text that became HTML could then load or send nothing.
+    # text, if it ever became HTML, could load nothing, and send nothing anywhere else.
     policy = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
     policy += "form-action 'none'; frame-ancestors 'none'; "
     policy += "; ".join(f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items())
@@ -97,7 +97,6 @@ def playground(endpoints: Sequence[str], port: int = 0) -> Iterator[str]:
     except OverflowError as error:
         what = f"port {port}: {error}"
         raise UserError(what, "give another --port", Code.INVALID_VALUE) from None
-    server.daemon_threads = True  # a generation in progress does not keep the command alive
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

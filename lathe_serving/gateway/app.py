@@ -1,7 +1,7 @@
 """The gateway's application: its routes, the protection against web pages, and its endpoints.
 
-`Gateway` holds what lives as long as the process, and has the routes; `Web` is the middleware
-before them; an `Endpoint` answers the requests of one path of the OpenAI API.
+An `Endpoint` answers the requests of one path of the OpenAI API; `Gateway` holds what lives as long
+as the process, and has the routes; `Web` is the middleware before them.
 """
 
 import asyncio
