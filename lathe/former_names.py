@@ -42,6 +42,7 @@ MOVED = {
     "lathe.serve.async_client": "lathe_serving.client.async_client",
     "lathe.serve.client.comparison": "lathe_serving.client.playground",
     "lathe.serve.client.load_page": "lathe_serving.client.bench",
+    "lathe.serve.runtime.params": "lathe_serving.runtime.protocol",
     "lathe.serve.runtime.single_stream_graph": "lathe_serving.runtime.single_stream",
     "lathe.serve.runtime.single_stream_model": "lathe_serving.runtime.single_stream",
     "lathe.storage": "lathe_base.storage",
