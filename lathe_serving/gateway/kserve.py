@@ -39,7 +39,7 @@ from lathe_serving.gateway.errors import (
     TritonUnavailable,
     as_api_error,
 )
-from lathe_serving.gateway.telemetry import Call, Report
+from lathe_serving.gateway.telemetry import Call, Report, Usage
 from lathe_serving.gateway.triton import CrashQuarantine
 from lathe_serving.runtime.protocol import REQUEST_ID, score_name
 
@@ -214,6 +214,8 @@ class KServe:
         nested = document.get("parameters")
         fields = {**document, **(nested if isinstance(nested, dict) else {})}
 
+        # Over HTTP a request has no id by which it could be cancelled: a parameter names it, unless
+        # the client has given one.
         slots = self._slots.get(model)
         generates = verb != "infer" and slots is not None
         if generates:
@@ -226,23 +228,10 @@ class KServe:
         first_token: float | None = None
 
         def count(content: bytes) -> None:
-            """Add the tokens of a generated response, or of an event of a stream."""
             nonlocal first_token
             if fields.get("stream") is True and first_token is None:
                 first_token = time.monotonic()
-            try:
-                answer = from_json(content)
-                # Triton writes a tensor of one element as a number.
-                counts, sequences, prompts = (
-                    np.atleast_1d(answer.get(name, 0)).tolist()
-                    for name in ("token_count", "sequence", "prompt_token_count")
-                )
-            except (ValueError, AttributeError):  # an error
-                return
-            # All sequences of a prompt tell its length: it is counted with the first one.
-            usage, echoed = call.usage, sum(prompts) if fields.get("echo") is True else 0
-            usage.prompt += sum(prompts[:1]) if sequences[0] == 0 else 0
-            usage.completion += sum(counts) - echoed
+            _count(content, fields.get("echo") is True, call.usage)
 
         async def ask() -> int:
             async with self._quarantine.watch(digest):
@@ -286,6 +275,22 @@ class KServe:
 
         with self._admission.track(call.caller):
             return await until_disconnect(generate(), receive)
+
+
+def _count(content: bytes, echo: bool, usage: Usage) -> None:
+    """Add the tokens of a generated response, or of an event of a stream."""
+    try:
+        answer = from_json(content)
+        # Triton writes a tensor of one element as a number.
+        counts, sequences, prompts = (
+            np.atleast_1d(answer.get(name, 0)).tolist()
+            for name in ("token_count", "sequence", "prompt_token_count")
+        )
+    except (ValueError, AttributeError):  # an error
+        return
+    # All sequences of a prompt tell its length: it is counted with the first one.
+    usage.prompt += sum(prompts[:1]) if sequences[0] == 0 else 0
+    usage.completion += sum(counts) - (sum(prompts) if echo else 0)
 
 
 async def _stream(
