@@ -322,10 +322,10 @@ def _response(chunks: Sequence[Chunk]) -> Any:
         lengths = [length for chunk in chunks for length in chunk.lengths]
         arrays["text_lengths"] = np.array(lengths, np.int64)
     if tops := [top for chunk in chunks for top in chunk.top]:
-        named = [name.encode() for top in tops for name in top]
+        top_names = [name.encode() for top in tops for name in top]
         values = [value for top in tops for value in top.values()]
         arrays["top_count"] = np.array([len(top) for top in tops], np.int64)
-        arrays["top_names"] = np.array(named, np.object_)
+        arrays["top_names"] = np.array(top_names, np.object_)
         arrays["top_log_probabilities"] = np.array(values, np.float32)
     return pb_utils.InferenceResponse([pb_utils.Tensor(*array) for array in arrays.items()])
 

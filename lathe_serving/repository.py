@@ -72,7 +72,7 @@ def write_models(
     opened = {name: _open(exported, serving) for name, exported in exports.items()}
     with atomic_folder(output, REPOSITORY) as work:
         for name, exported in exports.items():
-            metadata, named = opened[name], serving.model_copy(update={"model_name": name})
+            metadata, settings = opened[name], serving.model_copy(update={"model_name": name})
             # The model that generates: the export, beside the code and settings that load it.
             model = work / name / "1"
             model.mkdir(parents=True)
@@ -81,13 +81,13 @@ def write_models(
                 shutil.copyfile(exported / file, model / file)
             shutil.copyfile(MODEL_PY, model / "model.py")
             defaults = _defaults(generation, exported)
-            config = _config(named, generation.max_dec_len, defaults, metadata.sha256)
+            config = _config(settings, generation.max_dec_len, defaults, metadata.sha256)
             (model.parent / "config.pbtxt").write_text(config, encoding="utf-8")
             # The model that scores has no files: it reads those of the other.
             scores = work / score_name(name) / "1"
             scores.mkdir(parents=True)
             shutil.copyfile(SCORE_PY, scores / "model.py")
-            config = _score_config(named, metadata.sha256)
+            config = _score_config(settings, metadata.sha256)
             (scores.parent / "config.pbtxt").write_text(config, encoding="utf-8")
         written = json.dumps({"kind": REPOSITORY.name})
         (work / REPOSITORY.metadata_file).write_text(written, encoding="utf-8")
@@ -96,12 +96,12 @@ def write_models(
 
 def served_runtimes(repository: Path) -> set[str]:
     """The runtimes of the models in a repository, as in `Serving.runtime`."""
-    found = set[str]()
+    runtimes = set[str]()
     for path in repository.glob("*/config.pbtxt"):
         config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
         if "runtime" in config.parameters:  # which a scoring model has not
-            found.add(json.loads(config.parameters["runtime"].string_value))
-    return found
+            runtimes.add(json.loads(config.parameters["runtime"].string_value))
+    return runtimes
 
 
 def _open(exported: Path, serving: ServingSettings) -> ExportMetadata:

@@ -126,8 +126,8 @@ def start(
     command = _command(backends, repository.absolute(), folder, ports, shared_memory)
     command += options
     if is_vllm:  # the guard and the gateway stay in Triton's own environment
-        given = backends.variables()
-        paths = [f"{name}={given[name]}" for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")]
+        variables = backends.variables()
+        paths = [f"{name}={variables[name]}" for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH")]
         command = ["env", *paths, *command]
     if with_gateway:
         command += ["--", *_gateway(environment, repository.absolute(), folder, ports)]

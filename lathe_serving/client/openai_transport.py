@@ -307,18 +307,18 @@ class OpenAITransport(_Endpoint):
 
     def chunks(self, prompt: str, parameters: Parameters) -> Generator[Chunk]:
         """See `Transport.chunks`."""
-        asked = body(self._model_name, prompt, parameters)
+        request_body = body(self._model_name, prompt, parameters)
         self._reach()
         since = time.monotonic()
         with (
             asking(self._url, self._timeout),
-            self._http.stream("POST", PATH, json=asked) as reply,
+            self._http.stream("POST", PATH, json=request_body) as reply,
         ):
-            if reply.status_code != 200 or not asked.get("stream"):
+            if reply.status_code != 200 or not request_body.get("stream"):
                 reply.read()
             if reply.status_code != 200:
                 raise refusal(self._url, reply)
-            if not asked.get("stream"):
+            if not request_body.get("stream"):
                 yield from self._chunks(reply.content, since)
                 return
             for event in httpx2.EventSource(reply):
@@ -372,16 +372,16 @@ class AsyncOpenAITransport(_Endpoint):
 
     async def chunks(self, prompt: str, parameters: Parameters) -> AsyncGenerator[Chunk]:
         """See `AsyncTransport.chunks`."""
-        asked = body(self._model_name, prompt, parameters)
+        request_body = body(self._model_name, prompt, parameters)
         await self._reach()
         since = time.monotonic()
         with asking(self._url, self._timeout):
-            async with self._http.stream("POST", PATH, json=asked) as reply:
-                if reply.status_code != 200 or not asked.get("stream"):
+            async with self._http.stream("POST", PATH, json=request_body) as reply:
+                if reply.status_code != 200 or not request_body.get("stream"):
                     await reply.aread()
                 if reply.status_code != 200:
                     raise refusal(self._url, reply)
-                if not asked.get("stream"):
+                if not request_body.get("stream"):
                     for chunk in self._chunks(reply.content, since):
                         yield chunk
                     return

@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
             tuple(args.tls) if args.tls else None,
         )
     except EXPECTED_ERRORS as error:
-        told = explain(error)
-        print(coded(told), file=sys.stderr)
-        return told.status
+        explained = explain(error)
+        print(coded(explained), file=sys.stderr)
+        return explained.status
     server.run()
     return 0
 

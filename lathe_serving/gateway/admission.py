@@ -111,8 +111,8 @@ class LimitsFile(BaseModel):
 
     def find(self, name: str) -> KeyLimits:
         """The limits of a name."""
-        own = self.keys[name].model_dump(exclude_unset=True) if name in self.keys else {}
-        return self.default.model_copy(update=own)
+        overrides = self.keys[name].model_dump(exclude_unset=True) if name in self.keys else {}
+        return self.default.model_copy(update=overrides)
 
 
 class Budget:
@@ -202,22 +202,24 @@ class ApiKeys:
     def find(self, header: str) -> Caller | None:
         """The caller whose key an Authorization header has, in constant time."""
         scheme, _, key = header.partition(" ")
-        given = sha256(key.strip().encode()).digest()
+        digest_sent = sha256(key.strip().encode()).digest()
         try:
             if (stamps := self._stamp()) != self._stamps:
                 self._names, self._stamps = self._read(), stamps
         except (OSError, UserError) as error:
             log.warning("keeping the previous API keys: %s", error)
         # All keys are compared, as the time must not say which key it was.
-        right = [name for digest, name in self._names.items() if hmac.compare_digest(given, digest)]
+        right = [
+            name for digest, name in self._names.items() if hmac.compare_digest(digest_sent, digest)
+        ]
         return self._callers[right[0]] if right and scheme.lower() == "bearer" else None
 
     def _stamp(self) -> list[tuple[int, int, int] | None]:
         about = []
         for path in (self._path, self._path.with_name(LIMITS_FILE)):
             # The inode too: a file that is replaced within a tick has the same time and maybe size.
-            found = path.stat() if path.exists() else None
-            about.append(found and (found.st_ino, found.st_mtime_ns, found.st_size))
+            status = path.stat() if path.exists() else None
+            about.append(status and (status.st_ino, status.st_mtime_ns, status.st_size))
         return about
 
     def _read(self) -> dict[bytes, str]:

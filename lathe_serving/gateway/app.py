@@ -186,13 +186,13 @@ class Endpoint:
                     else:
                         status = await until_disconnect(respond(answer), receive)
         except Exception as error:
-            told = as_api_error(error)
-            status = told.status
+            api_error = as_api_error(error)
+            status = api_error.status
             if is_streaming and answer is not None and not isinstance(answer, dict):
                 # The status has been sent: only an event can tell the client.
-                await send({"type": "http.response.body", "body": answer.failed(told)})
+                await send({"type": "http.response.body", "body": answer.failed(api_error)})
             else:
-                await told.response()(scope, receive, send)
+                await api_error.response()(scope, receive, send)
         call.end(status, self._reports)
 
 

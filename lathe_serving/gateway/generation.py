@@ -116,8 +116,8 @@ def by_type(*models: type[BaseModel], words: Sequence[str] = ()) -> BeforeValida
             return value
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str) or kind not in known:
-            told = "".join(f"{word!r}, " for word in words) + "or " * bool(words)
-            raise ValueError(f"should be {told}an object of type {', '.join(known)}")
+            expected = "".join(f"{word!r}, " for word in words) + "or " * bool(words)
+            raise ValueError(f"should be {expected}an object of type {', '.join(known)}")
         return known[kind].model_validate(value)
 
     return BeforeValidator(validate)
@@ -136,15 +136,15 @@ class RequestBody(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
+    def _null_is_absent(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
             raise ValueError("the body is not a JSON object")
         for name, harmless in CHANGING.items():
-            if name not in cls.model_fields and given.get(name) not in (None, harmless):
+            if name not in cls.model_fields and body.get(name) not in (None, harmless):
                 what = f"{name} is not supported"
                 raise ApiError(400, what, param=name, code="unsupported_parameter")
         # SDKs send null for parameters that their caller has left out.
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in body.items() if value is not None}
 
 
 class Constraint(NamedTuple):
@@ -219,8 +219,11 @@ class Structured(BaseModel):
         return None
 
     def _constraints(self) -> dict[str, dict[str, Any]]:
-        told = self.response_format.value if self.response_format else None
-        constraints = {"response_format": told, "structured_outputs": self.structured_outputs}
+        constrained = self.response_format.value if self.response_format else None
+        constraints = {
+            "response_format": constrained,
+            "structured_outputs": self.structured_outputs,
+        }
         for name, kind in GUIDED.items():
             value = getattr(self, name)
             constraints[name] = None if value is None else {kind: value}

@@ -167,14 +167,14 @@ class KServe:
             else:
                 await (await self._about(path, scope))(scope, receive, noting)
         except Exception as error:
-            told = as_api_error(error)
-            status = told.status
+            api_error = as_api_error(error)
+            status = api_error.status
             if has_begun:
-                last = json.dumps({"error": told.message}, ensure_ascii=False)
+                last = json.dumps({"error": api_error.message}, ensure_ascii=False)
                 body = f"data: {last}\n\n".encode()
                 await send({"type": "http.response.body", "body": body})
             else:
-                await told.response({"error": told.message})(scope, receive, send)
+                await api_error.response({"error": api_error.message})(scope, receive, send)
         if inference:
             call.end(status, self._reports)
 

@@ -27,9 +27,9 @@ class Part(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _refused(cls, given: Any) -> Any:
-        is_refusal = isinstance(given, dict) and given.get("type") == "refusal"
-        return {**given, "text": given.get("refusal")} if is_refusal else given
+    def _refused(cls, value: Any) -> Any:
+        is_refusal = isinstance(value, dict) and value.get("type") == "refusal"
+        return {**value, "text": value.get("refusal")} if is_refusal else value
 
 
 class MessagePart(Part):
@@ -99,10 +99,10 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refused(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("content") is None and given.get("refusal"):
-            return {**given, "content": given["refusal"]}
-        return given
+    def _refused(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("content") is None and value.get("refusal"):
+            return {**value, "content": value["refusal"]}
+        return value
 
     def of_template(self) -> dict[str, Any]:
         """The message for the template: only fields that are set, because some templates test for

@@ -185,12 +185,12 @@ class ResponsesRequest(RequestBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_stateless(cls, given: Any) -> Any:
+    def _is_stateless(cls, body: Any) -> Any:
         for name, harmless in UNSUPPORTED.items():
-            if isinstance(given, dict) and given.get(name) not in (None, harmless):
+            if isinstance(body, dict) and body.get(name) not in (None, harmless):
                 what = f"{name} is not supported"
                 raise ApiError(400, what, param=name, code="unsupported_parameter")
-        return given
+        return body
 
     @field_validator("input", mode="before")
     @classmethod

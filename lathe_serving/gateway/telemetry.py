@@ -214,11 +214,11 @@ class GatewayMetrics:
             except OSError:
                 return math.nan
 
-        told = {
+        gauges = {
             "restarts": ("Restarts of Triton after a crash", restarts),
             "started_seconds": ("Start time of Triton, in seconds since the epoch", started),
         }
-        for name, (description, read) in told.items():
+        for name, (description, read) in gauges.items():
             gauge = Gauge(f"lathe_gateway_triton_{name}", description, registry=self._registry)
             gauge.set_function(read)
 
@@ -250,15 +250,15 @@ def processor_from_environment() -> "SpanProcessor | None":
     Raises:
         UserError: OpenTelemetry is not installed.
     """
-    named = [name for name in ENDPOINTS if os.environ.get(name)]
-    if not named or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+    endpoints = [name for name in ENDPOINTS if os.environ.get(name)]
+    if not endpoints or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http import trace_exporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise UserError(
-            f"{named[0]} is set, but OpenTelemetry is not installed: {error}",
+            f"{endpoints[0]} is set, but OpenTelemetry is not installed: {error}",
             "pip install 'lathe-serving[tracing]' where the gateway runs, or unset the variable",
             Code.NOT_INSTALLED,
         ) from None

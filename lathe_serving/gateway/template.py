@@ -127,8 +127,8 @@ class ChatTemplate:
         Raises:
             PromptError: the template rejects the messages.
         """
-        if named := OURS & set(variables or {}):
-            raise PromptError(f"chat_template_kwargs must not set {', '.join(sorted(named))}")
+        if reserved := OURS & set(variables or {}):
+            raise PromptError(f"chat_template_kwargs must not set {', '.join(sorted(reserved))}")
         if continue_final_message:
             last = messages[-1]
             messages = [*messages[:-1], {**last, "content": last["content"] + CONTINUED}]
@@ -253,10 +253,10 @@ def main(folder: Path, cpu_seconds: float, niceness: int) -> None:
 
     def answer(task: Mapping[str, Any]) -> Any:
         match task:
-            case {"chat": given}:
+            case {"chat": request}:
                 if isinstance(chat, PromptError):
                     raise chat
-                return chat.ids(**given)
+                return chat.ids(**request)
             case {"text": text, "add_special_tokens": True}:
                 return limit.encode(lambda part: encode_prompts(tokenizer, [part])[0], [text])
             case {"text": text}:

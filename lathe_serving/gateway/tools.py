@@ -83,10 +83,10 @@ class ToolSchemas:
             ApiError: a tool is strict, but its schema cannot be enforced; the schemas take too
                 long; or too many requests are waiting.
         """
-        given = [tool["function"].get("parameters") or NOTHING for tool in tools]
-        texts = [json.dumps(schema) for schema in given]
+        schemas = [tool["function"].get("parameters") or NOTHING for tool in tools]
+        texts = [json.dumps(schema) for schema in schemas]
         known = {text: self._known[text] for text in texts if text in self._known}
-        if new := {text: s for text, s in zip(texts, given, strict=True) if text not in known}:
+        if new := {text: s for text, s in zip(texts, schemas, strict=True) if text not in known}:
             try:
                 results = await self._turns.run(
                     "a check of their tools", lambda: self._process.ask([*new.values()])

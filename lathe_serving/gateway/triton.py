@@ -249,9 +249,9 @@ class Triton:
 
     async def is_ready(self, model_name: str) -> bool:
         """Whether the server confirms within READY_SECONDS that it has loaded the model."""
-        asked = service_pb2.ModelReadyRequest(name=model_name)
+        message = service_pb2.ModelReadyRequest(name=model_name)
         try:
-            return bool((await self._stub.ModelReady(asked, timeout=READY_SECONDS)).ready)
+            return bool((await self._stub.ModelReady(message, timeout=READY_SECONDS)).ready)
         except grpc.RpcError:
             return False
 
@@ -283,11 +283,11 @@ class Triton:
             chunks = stream.ask(message)
             try:
                 while going:
-                    got = await chunks.get()
-                    if isinstance(got, Exception):
+                    answer = await chunks.get()
+                    if isinstance(answer, Exception):
                         going = 0
-                        raise got
-                    for chunk in got:
+                        raise answer
+                    for chunk in answer:
                         going -= bool(chunk.finish_reason)  # type: ignore[operator]
                         yield chunk
             finally:

@@ -151,8 +151,8 @@ class ExportedModel(ABC):
             raise ValueError(f"the step exceeds the cache's {rows.capacity} tokens")
         # The graph gets the chunk before the rows' tokens; logits of a chunk are needed only after
         # its last token, and only if that ends the prompt.
-        wanted = np.arange(len(chunk) - is_last, len(chunk) + len(tokens))
-        logits = self._mix(caches, tokens, chunk, wanted)
+        index = np.arange(len(chunk) - is_last, len(chunk) + len(tokens))
+        logits = self._mix(caches, tokens, chunk, index)
         rows.lengths[:], prompt.lengths[:] = totals, total
         return logits[is_last:], logits[: int(is_last)]
 
@@ -187,8 +187,8 @@ class ExportedModel(ABC):
         k, V) at positions `index` (B, k) of `tokens`."""
 
     @abstractmethod
-    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, wanted: Ids) -> Logits:
-        """Write a chunk and tokens; returns logits (k, V) at positions `wanted` of both, the chunk
+    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, index: Ids) -> Logits:
+        """Write a chunk and tokens; returns logits (k, V) at positions `index` of both, the chunk
         first."""
 
     @abstractmethod

@@ -188,12 +188,12 @@ class Grammars:
 def parse_constraint(constraint: str) -> tuple[str, Any]:
     """The kind of a constraint and what it consists of: `json` and a schema, `regex` or `grammar`
     and a text; raises ValueError or TypeError."""
-    given = json.loads(constraint)
-    told = given if isinstance(given, dict) else {}
-    named = {name: value for name, value in told.items() if value not in (None, False)}
-    if len(named) != 1 or not named.keys() <= set(CONSTRAINTS):
+    parsed = json.loads(constraint)
+    fields = parsed if isinstance(parsed, dict) else {}
+    chosen = {name: value for name, value in fields.items() if value not in (None, False)}
+    if len(chosen) != 1 or not chosen.keys() <= set(CONSTRAINTS):
         raise ValueError(f"give one of {', '.join(CONSTRAINTS)}")
-    ((kind, value),) = named.items()
+    ((kind, value),) = chosen.items()
     if kind in ("json", "json_object"):
         return "json", {"type": "object"} if kind == "json_object" else value
     if kind == "choice":

@@ -149,7 +149,7 @@ class OpenVINOModel(ExportedModel):
         starts = np.cumsum(lengths) - lengths  # of each row in the packed tokens, without padding
         return self._infer(cache, parts, starts[:, None] + index)
 
-    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, wanted: Ids) -> Logits:
+    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, index: Ids) -> Logits:
         rows, prompt = caches.rows, caches.prompt
         assert isinstance(rows, PagedCache) and isinstance(prompt, PagedCache)
         assert rows.tensors is prompt.tensors
@@ -157,7 +157,7 @@ class OpenVINOModel(ExportedModel):
         parts: list[Part] = [(prompt_row, int(prompt.lengths[0]), chunk)]
         pasts = rows.lengths.tolist()
         parts += [(i, past, tokens[i : i + 1]) for i, past in enumerate(pasts)]
-        return self._infer(rows, parts, wanted)
+        return self._infer(rows, parts, index)
 
     def _logits(self, tokens: Ids, lengths: Ids, index: Ids) -> Logits:
         batch, length = tokens.shape
@@ -167,8 +167,8 @@ class OpenVINOModel(ExportedModel):
         assert isinstance(cache, PagedCache)
         return self._infer(cache, parts, starts + index)
 
-    def _infer(self, cache: PagedCache, parts: Sequence[Part], wanted: Ids) -> Logits:
-        """Append tokens to rows; returns logits (*wanted.shape, V) at those of all new tokens."""
+    def _infer(self, cache: PagedCache, parts: Sequence[Part], index: Ids) -> Logits:
+        """Append tokens to rows; returns logits (*index.shape, V) at those of all new tokens."""
         parts = [(row, cache.n_prefix + past, tokens) for row, past, tokens in parts]
         pasts = np.array([past for _, past, _ in parts])
         lengths = np.array([len(tokens) for *_, tokens in parts])
@@ -183,7 +183,7 @@ class OpenVINOModel(ExportedModel):
         feeds: dict[str, NDArray[Any]] = {
             "input_ids": np.concatenate([tokens for *_, tokens in parts])[None],
             "position_ids": np.concatenate(positions)[None],
-            "logits_index": np.ascontiguousarray(wanted.reshape(1, -1)),
+            "logits_index": np.ascontiguousarray(index.reshape(1, -1)),
             MAX_CONTEXT_INPUT: np.array((pasts + lengths).max(), np.int32),
         }
         feeds |= {n: part.astype(np.int32) for n, part in zip(LAYOUT, layout, strict=True)}
@@ -204,4 +204,4 @@ class OpenVINOModel(ExportedModel):
             self._request.set_tensor(name, openvino.Tensor(value, shared_memory=True))
         self._request.infer()
         logits = self._request.get_tensor("logits").data  # overwritten by the next step
-        return np.array(logits).reshape(*wanted.shape, self.vocab_size)
+        return np.array(logits).reshape(*index.shape, self.vocab_size)

@@ -155,7 +155,7 @@ class OnnxModel(ExportedModel):
         feeds = self._inputs(tokens, cache.lengths, cache.lengths + lengths, index)
         return self._run(cache.binding, feeds)
 
-    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, wanted: Ids) -> Logits:
+    def _mix(self, caches: MixedCaches, tokens: Ids, chunk: Ids, index: Ids) -> Logits:
         pasts, past = (self.n_prefix + x.lengths for x in (caches.rows, caches.prompt))
         length = len(chunk)
         feeds = {
@@ -163,7 +163,7 @@ class OnnxModel(ExportedModel):
             "position_ids": np.concatenate([past + np.arange(length), pasts])[None],
             "seqlens_k": pasts.astype(np.int32),  # of each row, with its new token, minus one
             "total_sequence_length": np.array(pasts.max() + 1, np.int32),
-            "logits_index": wanted[None],
+            "logits_index": index[None],
             "chunk_length": np.array(length),
             "chunk_total": np.array(past[0] + length, np.int32),
             **self._prefix_length,

@@ -200,7 +200,7 @@ class TextStream:
     def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
         self._token_bytes, self._stop = token_bytes, stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held: list[tuple[str, bool]] = []  # characters, and whether they are emitted
+        self._pending: list[tuple[str, bool]] = []  # characters, and whether they are emitted
         self.length = 0
         self.stopped = False
 
@@ -210,12 +210,12 @@ class TextStream:
         self.length += len(text)
         if not self._stop:
             return text
-        self._held += [(character, True) for character in text]
-        self._held += [(character, False) for character in self._token_bytes.special(token)]
+        self._pending += [(character, True) for character in text]
+        self._pending += [(character, False) for character in self._token_bytes.special(token)]
         # Search in both views of the text, with special tokens and without. Positions are those in
-        # `_held` throughout, so that the earliest stop of either view cuts both.
-        whole = range(len(self._held))
-        emitted = [i for i in whole if self._held[i][1]]
+        # `_pending` throughout, so that the earliest stop of either view cuts both.
+        whole = range(len(self._pending))
+        emitted = [i for i in whole if self._pending[i][1]]
         longest = max(map(len, self._stop))
         stops: list[int] = []
         partial_stops: list[int] = []
@@ -223,20 +223,20 @@ class TextStream:
         if len(emitted) < len(whole):
             views.append(emitted)
         for positions in views:
-            view = "".join(self._held[i][0] for i in positions)
+            view = "".join(self._pending[i][0] for i in positions)
             stops += [positions[i] for stop in self._stop if (i := view.find(stop)) >= 0]
             starts = range(max(len(view) - longest + 1, 0), len(view))
             may_become_stop = (i for i in starts if any(s.startswith(view[i:]) for s in self._stop))
             partial_stops += [positions[i] for i in islice(may_become_stop, 1)]
         self.stopped = bool(stops)
-        end = min(stops or partial_stops, default=len(self._held))
-        certain, self._held = self._held[:end], [] if stops else self._held[end:]
+        end = min(stops or partial_stops, default=len(self._pending))
+        certain, self._pending = self._pending[:end], [] if stops else self._pending[end:]
         return _emitted(certain)
 
     def rest(self) -> str:
         """The text held back; call it at the end."""
-        held, self._held = self._held, []
-        return _emitted(held)
+        pending, self._pending = self._pending, []
+        return _emitted(pending)
 
 
 def _emitted(characters: Iterable[tuple[str, bool]]) -> str:
