@@ -189,16 +189,15 @@ class CheckedBackend(ABC):
         self._check_ids("logit_bias", params.logit_bias)
 
         # The answer has to fit into what the prompt leaves of the context.
-        room, max_tokens = self.n_positions - len(ids), params.max_tokens
-        if room < (max_tokens != 0):  # a prompt that is only read may fill it
+        room, asked = self.n_positions - len(ids), params.max_tokens
+        if room < (asked != 0):  # a prompt that is only read may fill it
             raise InvalidRequest(
                 f"a prompt of {len(ids)} tokens leaves no room in the model's "
                 f"{self.n_positions} positions",
                 f"shorten it to {self.n_positions - 1} tokens or less",
                 Code.TOO_LONG,
             )
-        if max_tokens is None:
-            max_tokens = min(self.default_max_tokens, room)
+        max_tokens = min(self.default_max_tokens, room) if asked is None else asked
         if max_tokens > room:
             raise InvalidRequest(
                 f"a prompt of {len(ids)} tokens and max_tokens {max_tokens} exceed the model's "

@@ -60,18 +60,19 @@ class ExportedModel(ABC):
         if self.n_prefix:
             path = self.folder / PREFIX
             try:
-                self.prefix = np.load(path)
+                prefix: KeyValues = np.load(path)
             except (OSError, ValueError) as error:
                 code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.MALFORMED
                 raise UserError(f"{path}: cannot be read: {error}", "export again", code) from None
             # Keys of all layers, then values, as in `KVCache.read`.
             shape = (2 * sum(self.n_kv_head), self.n_prefix, self.head_dim)
-            if self.prefix.shape != shape:
+            if prefix.shape != shape:
                 raise UserError(
-                    f"{path}: has shape {self.prefix.shape}, not {shape}",
+                    f"{path}: has shape {prefix.shape}, not {shape}",
                     "export again",
                     Code.MALFORMED,
                 )
+            self.prefix = prefix
 
     @property
     def end_ids(self) -> list[int]:
