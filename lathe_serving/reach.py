@@ -35,7 +35,13 @@ def require_base_url(url: str) -> str:
         UserError: it is something else.
     """
     match = BASE_URL.fullmatch(url)
-    if match is None or not _is_host(match[1]) or not 0 < int(match[2] or 80) < 2**16:
+    is_valid = match is not None and 0 < int(match[2] or 80) < 2**16
+    if match is not None and match[1].startswith("["):
+        try:
+            ipaddress.IPv6Address(match[1][1:-1])
+        except ValueError:
+            is_valid = False
+    if not is_valid:
         raise UserError(
             f"{url!r}: not the base URL of an OpenAI-compatible API",
             "write http://HOST:PORT/v1, such as http://localhost:9000/v1",
@@ -55,14 +61,6 @@ def is_this_machine(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _is_host(host: str) -> bool:
-    """Whether the part in brackets, if any, is an IPv6 address."""
-    try:
-        return not host.startswith("[") or bool(ipaddress.IPv6Address(host[1:-1]))
-    except ValueError:
-        return False
 
 
 def nothing_listens(url: str) -> UserError:

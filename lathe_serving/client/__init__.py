@@ -49,6 +49,7 @@ class Client:
     ) -> None:
         utf8(model_name, "model name")  # neither interface could send it otherwise
         self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
+        # An address of gRPC has no scheme, and a URL always has one.
         self._transport: Transport = (
             OpenAITransport(url, model_name, timeout_seconds, api_key)
             if "://" in url

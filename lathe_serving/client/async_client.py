@@ -29,6 +29,7 @@ class AsyncClient:
     ) -> None:
         utf8(model_name, "model name")
         self.url, self.model_name, self.timeout_seconds = url, model_name, timeout_seconds
+        # An address of gRPC has no scheme, and a URL always has one.
         self._transport: AsyncTransport = (
             AsyncOpenAITransport(url, model_name, timeout_seconds, api_key)
             if "://" in url

@@ -198,7 +198,7 @@ class GrpcTransport:
             if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
                 raise refusal(error.details()) from None
             raise lost(error, self._url, self._timeout) from None
-        result = InferResult(reply)
+        result = InferResult(reply)  # tritonclient's, which knows the types of raw outputs
         return result.as_numpy("log_likelihood"), result.as_numpy("is_greedy")
 
     def served_digest(self) -> str:

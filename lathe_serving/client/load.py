@@ -213,7 +213,7 @@ def summarize(requests: Sequence[RequestTimes], objective: Objective) -> Summary
 
 def _statistics(values: Sequence[float] | NDArray[np.float64]) -> dict[str, float]:
     """`mean`, and the percentiles `p50`, `p90` and `p99`; empty without values."""
-    if not len(values):
+    if not len(values):  # no request had a second token
         return {}
     values_at = np.percentile(np.asarray(values), PERCENTILES)
     percentiles = {f"p{p}": float(value) for p, value in zip(PERCENTILES, values_at, strict=True)}

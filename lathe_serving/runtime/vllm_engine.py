@@ -248,7 +248,19 @@ class VLLMEngine(CheckedBackend):
         super().close()
         with self._changed:
             self._is_open = False
-        self._on_loop(self._cancel_all())
+
+        async def cancel_all() -> None:
+            self._look.cancel()
+            with self._changed:
+                groups = [*self._running, *self._waiting]
+                self._running, self._waiting = {}, deque()
+            # Before `cancel`, which forgets them: vLLM must have aborted all before it ends.
+            tasks = [task for group in groups for task in group.branches.values()]
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._on_loop(cancel_all())
         self.engine.shutdown()
         self._end_loop()
 
@@ -298,16 +310,6 @@ class VLLMEngine(CheckedBackend):
             if ended:
                 self.freed()
             await asyncio.sleep(ASK_SECONDS)
-
-    async def _cancel_all(self) -> None:
-        self._look.cancel()
-        with self._changed:
-            groups = [*self._running, *self._waiting]
-            self._running, self._waiting = {}, deque()
-        tasks = [task for group in groups for task in group.branches.values()]
-        for group in groups:
-            group.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Group:
