@@ -166,7 +166,7 @@ class VLLMEngine(CheckedBackend):
                 "see the log above, or set Serving.runtime=onnxruntime",
                 Code.UNSUPPORTED,
             ) from error
-        # Cancellations are asked for, not told: see `Receiver`.
+        # A `Receiver` does not report its cancellation, so all of them are polled.
         self._look = asyncio.run_coroutine_threadsafe(self._look_for_ends(), self._loop)
 
     async def _load(self, model: Path, prefix_bytes: int) -> Any:
