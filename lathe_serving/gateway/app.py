@@ -147,16 +147,10 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call, admission = Call(self._path, scope), self._admission
         answer: Answer | Json | None = None
-        is_streaming = False
-
-        async def noting(message: Message) -> None:
-            nonlocal is_streaming
-            is_streaming = is_streaming or message is STREAM_START
-            await send(message)
 
         async def respond(answer: Answer) -> int:
             if answer.is_stream:
-                await _send_events(answer, scope, noting)
+                await _send_events(answer, scope, send)
             else:
                 await JSONResponse(await answer.whole())(scope, receive, send)
             return 200
@@ -188,6 +182,7 @@ class Endpoint:
         except Exception as error:
             api_error = as_api_error(error)
             status = api_error.status
+            is_streaming = FILLER in scope["state"]
             if is_streaming and answer is not None and not isinstance(answer, dict):
                 # The status has been sent: only an event can tell the client.
                 await send({"type": "http.response.body", "body": answer.failed(api_error)})
@@ -213,10 +208,10 @@ async def _send_events(answer: Answer, scope: Scope, send: Send) -> None:
             await asyncio.wait({first}, timeout=FIRST_SECONDS)
             if first.done():
                 first.result()  # an error that comes soon has a status of its own
-            await send(STREAM_START)
-            # From now on the connection may send comments, too: to find out whether a client that
-            # has closed its side still reads.
+            # From now on an error is an event of the stream, and the connection may send comments:
+            # to find out whether a client that has closed its side still reads.
             scope["state"][FILLER] = COMMENT
+            await send(STREAM_START)
             tasks.append(asyncio.create_task(comment()))
             await send_piece(await first)
             async for piece in events:
