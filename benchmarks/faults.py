@@ -185,7 +185,7 @@ FAULTS = {
         "train/test_trainer.py",
     ),
     "resume": Fault(
-        "lathe/train/saved.py",
+        "lathe/train/state_folder.py",
         "[name for name, value in listed.items() if found[name] != value]",
         "[]",
         "a training resumes from a state with flipped bits",

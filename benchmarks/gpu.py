@@ -47,13 +47,13 @@ from lathe.compress.quantize import quantize
 from lathe.data.prepare import prepare
 from lathe.model.block import Attention
 from lathe.model.config import GPTConfig
-from lathe.train import chunks
+from lathe.train import loss as loss_module
 from lathe.train.layout import configured_layout
 from lathe.train.loop import Loop, StopSaveFlags
 from lathe.train.memory import estimate
 from lathe.train.pretrain import pretrain
-from lathe.train.saved import committed_steps
 from lathe.train.shape import model_config
+from lathe.train.state_folder import committed_steps
 from lathe.train.trainer import Trainer
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.recipe import load_recipe
@@ -274,8 +274,8 @@ def one_by_one(device: str, folder: Path) -> Iterator[Figures]:
         "read a step late": (nullcontext(), {}),
         "cuDNN": (sdpa_kernel(SDPBackend.CUDNN_ATTENTION), FREE),
         "FlashAttention": (sdpa_kernel(SDPBackend.FLASH_ATTENTION), FREE),
-        "a quarter of the loss's chunks": (patch.object(chunks, "CHUNK_ELEMENTS", 2**28), {}),
-        "four times the loss's chunks": (patch.object(chunks, "CHUNK_ELEMENTS", 2**24), {}),
+        "a quarter of the loss's chunks": (patch.object(loss_module, "CHUNK_ELEMENTS", 2**28), {}),
+        "four times the loss's chunks": (patch.object(loss_module, "CHUNK_ELEMENTS", 2**24), {}),
     }
     for case, (changed, settings) in cases.items():
         if device == "cpu" and settings is FREE:

@@ -31,9 +31,8 @@ from torch.utils.flop_counter import flop_registry
 from lathe.plan import rank
 from lathe.plan.job import dense_config, make_job
 from lathe.plan.record import Recorder
-from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import configured_layout
-from lathe.train.speed import GPUS, step_time
+from lathe.train.speed import GPUS, data_sheet_flops, step_time
 from lathe_base.config.recipe import load_recipe
 
 EFFICIENCY = 0.58  # of the data sheet's FLOP/s, of matrix products of a training's shapes

@@ -16,7 +16,7 @@ from components.pointer import resolve_pointer, write_pointer
 from lathe import backends
 from lathe.model.folder import MARKER
 from lathe.report.training import checkpoint_metadata, training_page
-from lathe.train.sample_answers import SAMPLES
+from lathe.train.result import SAMPLES
 from lathe.train.trace import TRACE
 from lathe_base.artifacts.mirror import Mirror
 from lathe_base.config.settings import Recipe

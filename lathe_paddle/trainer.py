@@ -25,7 +25,6 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import training_origin
 from lathe.train.batches import open_data
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
-from lathe.train.loss_scale import LossScale
 from lathe.train.result import (
     TrainResult,
     begin,
@@ -35,9 +34,8 @@ from lathe.train.result import (
     remove_states,
     run_identity,
 )
-from lathe.train.saved import read_metadata, restored
-from lathe.train.schedule import clip_factor, is_decayed
-from lathe.train.state_folder import StateFolder, unwritable
+from lathe.train.schedule import LossScale, clip_factor, is_decayed
+from lathe.train.state_folder import StateFolder, read_metadata, restored, unwritable
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import ModelSettings, Recipe
 from lathe_base.errors import Code, UserError

@@ -16,7 +16,7 @@ from paddle.distributed import fleet
 
 from lathe.backends.paddle_support import require_no_gpu_needed
 from lathe.model.architecture import Architecture
-from lathe.train.missing_gpu import missing_gpu
+from lathe.train.group import missing_gpu
 from lathe_base.config.settings import DistributedSettings, Recipe
 from lathe_base.errors import Code, UserError
 from lathe_paddle import fake_quant

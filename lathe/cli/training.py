@@ -201,7 +201,7 @@ def _require_fit(
 
     from lathe.model.config import read_config
     from lathe.model.folder import resolve
-    from lathe.train.capacity import available_memory
+    from lathe.train.memory import available_memory
     from lathe.train.plan import precision_advice, require_fit
     from lathe.train.pretrain import data_tokenizer, data_vocab_size
     from lathe.train.shape import model_config

@@ -38,7 +38,7 @@ from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, Quantize
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import Grid, split, storable_scale, weight_grid, weight_scales
 from lathe.model.quantization import WeightFormat
-from lathe.train.chunks import CHUNK_ELEMENTS
+from lathe.train.loss import CHUNK_ELEMENTS
 from lathe_base.progress import track
 
 log = logging.getLogger("lathe")

@@ -30,7 +30,7 @@ from lathe.report.summary import (
 )
 from lathe.report.training import HINT, curve
 from lathe.report.usage import shown
-from lathe.train.sample_answers import read_answers
+from lathe.train.result import read_answers
 from lathe_base.artifacts.kinds import (
     EVALUATION,
     EXPORT,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lathe.report.figures import loss_curve
-from lathe.train.sample_answers import read_answers
+from lathe.train.result import read_answers
 from lathe.train.trace import TRACE
 from lathe_base.artifacts.kinds import CHECKPOINT, read_json
 from lathe_base.errors import Code, UserError

@@ -1,9 +1,15 @@
-"""The tokens of every step: a pure function of recipe, step and worker, so no state is saved."""
+"""Batch sizes, and the tokens of every step: a pure function of recipe, step and worker, so no
+state is saved.
+
+A global batch is divided among the data-parallel ranks, and a rank's local batch into the
+micro-batches whose gradients it accumulates.
+"""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +22,6 @@ from lathe.data.samples import Samples, split_sequences
 from lathe.data.tokenizer import require_same_vocabulary, vocab_size
 from lathe.data.tokens import TokenDataset
 from lathe.model.config import GPTConfig
-from lathe.train.batch import Batch
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
 
@@ -25,6 +30,64 @@ log = logging.getLogger("lathe")
 MAX_USEFUL_EPOCHS = 4
 """Number of epochs up to which repeated text is almost as good as new text (Muennighoff et al.,
 Scaling data-constrained language models, 2023, arXiv:2305.16264)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Numbers of sequences: per optimizer step (`total`), per rank, and per forward pass."""
+
+    total: int
+    local: int
+    micro: int
+    accumulate_steps: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.total // self.local
+
+
+def resolve_batch(recipe: Recipe, data_parallel: int) -> Batch:
+    """Derive the sizes that the recipe omits, for `data_parallel` = dp_degree * sharding_degree.
+
+    `Global.local_batch_size` follows from `global_batch_size`, or else is one micro-batch for each
+    of `Engine.accumulate_steps` (default 1).
+
+    Raises:
+        UserError: the sizes do not divide, or two of them disagree.
+    """
+    sizes, steps = recipe.Global, recipe.Engine.accumulate_steps
+    total, local, micro = sizes.global_batch_size, sizes.local_batch_size, sizes.micro_batch_size
+    if total is not None and total % data_parallel:
+        raise UserError(
+            f"Global.global_batch_size {total} is not a multiple of {data_parallel}, the number of "
+            "data-parallel ranks (dp_degree * sharding_degree)",
+            f"set it to {(total // data_parallel + 1) * data_parallel}, or change the degrees",
+            Code.LAYOUT,
+        )
+    if local is None:
+        local = micro * (steps or 1) if total is None else total // data_parallel
+    if total is not None and total != local * data_parallel:
+        raise UserError(
+            f"Global.global_batch_size {total} is not local_batch_size {local} "
+            f"* {data_parallel} data-parallel ranks",
+            "fix one of the two, or leave it empty",
+            Code.CONFLICTING_OPTIONS,
+        )
+    if local % micro:
+        raise UserError(
+            f"Global.local_batch_size {local} is not a multiple of micro_batch_size {micro}",
+            "choose a micro_batch_size that divides it",
+            Code.CONFLICTING_OPTIONS,
+        )
+    if steps not in (None, local // micro):
+        raise UserError(
+            f"Engine.accumulate_steps {steps} is not local_batch_size {local} / "
+            f"micro_batch_size {micro} = {local // micro}",
+            "leave accumulate_steps empty to compute it from the two",
+            Code.CONFLICTING_OPTIONS,
+        )
+    return Batch(local * data_parallel, local, micro, local // micro)
 
 
 class TrainBatches:
@@ -47,6 +110,7 @@ class TrainBatches:
     ) -> None:
         settings = recipe.Data.Train.dataset
         self.batch, self.rank = batch, rank
+        # Samples for the whole run are drawn at the start: positions only, no tokens are read.
         training = [
             Share(weight, part, range(split_sequences(settings.split, part.arrays)[1]))
             for weight, part in data.parts
@@ -111,11 +175,13 @@ class TrainBatches:
     def positions(self, step: int, accumulation: int) -> NDArray[np.int64]:
         """Position of every input token of a micro-batch in its document, (micro, T); a document
         that began in another sample begins at 0 again."""
-        return _positions(self.samples, self._indexes(step, accumulation))
+        indexes, n = self._indexes(step, accumulation), len(self.samples)
+        return np.stack([self.samples.positions(i % n) for i in indexes])
 
     def masks(self, step: int, accumulation: int) -> NDArray[np.bool_]:
         """Whether each target of a micro-batch counts, (micro, T)."""
-        return _masks(self.samples, self._indexes(step, accumulation))
+        indexes, n = self._indexes(step, accumulation), len(self.samples)
+        return np.stack([self.samples.mask(i % n)[1:] for i in indexes])
 
     def counted_tokens(self, step: int) -> int:
         """Number of targets that count in the global batch of a step."""
@@ -128,13 +194,18 @@ class TrainBatches:
         self._thread.shutdown(cancel_futures=True)
 
     def _indexes(self, step: int, accumulation: int) -> range:
+        """Numbers of a micro-batch's samples in the run. Consecutive micro-batches of the global
+        batch go to consecutive ranks, so that with any number of ranks a step has the same."""
         b = self.batch
         first = step * b.total + (accumulation * b.data_parallel + self.rank) * b.micro
         return range(first, first + b.micro)
 
     def _read(self, step: int) -> list[NDArray[np.int64]]:
-        accumulations = range(self.batch.accumulate_steps)
-        return [_stack(self.samples, self._indexes(step, i)) for i in accumulations]
+        accumulations, n = range(self.batch.accumulate_steps), len(self.samples)
+        return [
+            np.stack([self.samples[i % n] for i in self._indexes(step, accumulation)])
+            for accumulation in accumulations
+        ]
 
 
 class EvalBatches:
@@ -161,6 +232,7 @@ class EvalBatches:
     ) -> None:
         settings = recipe.Data.Eval.dataset
         packs = recipe.Data.reset_attention if packs is None else packs
+        # Count the samples of each part, without drawing any.
         seq_len, available, shares = settings.max_seq_len, 0, []
         for weight, part in data.parts:
             bounds = split_sequences(settings.split, part.arrays)
@@ -189,6 +261,7 @@ class EvalBatches:
         self._sets: list[str] = []
         if self.count:
             self.samples = draw(shares, seq_len, self.count, 0, packs)
+            # In a blend with conversations a micro-batch has samples of one data set only.
             apart = [("", np.arange(self.count))]
             if isinstance(self.samples, BlendedSamples) and self.has_masks:
                 at = self.samples.part_idx[: self.count]
@@ -202,12 +275,12 @@ class EvalBatches:
 
     @property
     def sets(self) -> list[str]:
-        """The data sets of a blend with conversations, none of whose micro-batches has samples of
-        two: the losses of conversations and of text say nothing in one number."""
+        """The data sets of a blend with conversations, whose losses are reported apart: in one
+        number, those of conversations and of text say nothing."""
         return [name for name in dict.fromkeys(self._sets) if name]
 
     def set_index(self, index: int) -> int | None:
-        """The place in `sets` of a micro-batch's data set."""
+        """Index in `sets` of a micro-batch's data set."""
         return self.sets.index(self._sets[index]) if self._sets[index] else None
 
     def __len__(self) -> int:
@@ -218,20 +291,17 @@ class EvalBatches:
         """Tokens (micro, T + 1), or fewer rows if there are no more."""
         if not 0 <= index < len(self) or self.samples is None:
             raise IndexError(index)
-        return _stack(self.samples, self._indexes(index))
+        return np.stack([self.samples[i] for i in self._rows[index].tolist()])
 
     def positions(self, index: int) -> NDArray[np.int64]:
         """See `TrainBatches.positions`."""
         assert self.samples is not None
-        return _positions(self.samples, self._indexes(index))
+        return np.stack([self.samples.positions(i) for i in self._rows[index].tolist()])
 
     def masks(self, index: int) -> NDArray[np.bool_]:
         """See `TrainBatches.masks`."""
         assert self.samples is not None
-        return _masks(self.samples, self._indexes(index))
-
-    def _indexes(self, index: int) -> list[int]:
-        return list(map(int, self._rows[index]))
+        return np.stack([self.samples.mask(i)[1:] for i in self._rows[index].tolist()])
 
 
 def calibration_batches(
@@ -286,18 +356,3 @@ def open_data(
                 Code.TOO_LONG,
             )
     return data
-
-
-AnySamples = Samples | ChatSamples | BlendedSamples
-
-
-def _masks(samples: AnySamples, indexes: Sequence[int]) -> NDArray[np.bool_]:
-    return np.stack([samples.mask(i % len(samples))[1:] for i in indexes])
-
-
-def _stack(samples: AnySamples, indexes: Sequence[int]) -> NDArray[np.int64]:
-    return np.stack([samples[i % len(samples)] for i in indexes])
-
-
-def _positions(samples: AnySamples, indexes: Sequence[int]) -> NDArray[np.int64]:
-    return np.stack([samples.positions(i % len(samples)) for i in indexes])

@@ -14,9 +14,9 @@ from torch import Tensor
 from lathe.model.block import Mask
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.train.chunks import chunk_rows
 from lathe.train.loss import (
     add_weight_gradient,
+    chunk_rows,
     compute_dtypes,
     keep_gradients,
     kept_gradients,
@@ -54,17 +54,18 @@ class Teacher:
 
     def check(self, student: GPTConfig) -> None:
         """Raise UserError if teacher and student are not compatible."""
-        own = self.model.config
-        if own.vocab_size != student.vocab_size or own.n_positions < student.n_positions:
+        teacher = self.model.config
+        if teacher.vocab_size != student.vocab_size or teacher.n_positions < student.n_positions:
             raise UserError(
-                f"the teacher has {own.vocab_size} ids and {own.n_positions} positions, the model "
-                f"{student.vocab_size} and {student.n_positions}",
+                f"the teacher has {teacher.vocab_size} ids and {teacher.n_positions} positions, "
+                f"the model {student.vocab_size} and {student.n_positions}",
                 "choose a teacher with the same tokenizer and at least as many positions",
                 Code.MISMATCH,
             )
-        if self.settings.hidden and own.n_embd != student.n_embd:
+        if self.settings.hidden and teacher.n_embd != student.n_embd:
             raise UserError(
-                f"hidden states of {own.n_embd} (teacher) and {student.n_embd} cannot be compared",
+                f"hidden states of {teacher.n_embd} (teacher) and {student.n_embd} cannot be "
+                "compared",
                 "set Compress.Distill.hidden to 0",
                 Code.MISMATCH,
             )
@@ -134,11 +135,14 @@ class _Distillation(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=h.device)
         n = chunk_rows(N, 2 * V)
         logits, wanted = h.new_empty(2, n, V)
-        rows = _block_rows(n, V, h.device)
+        # The rows of a chunk that go through the operations together: on a GPU all of them, as its
+        # memory is fast, and its kernels are worth launching for many elements only.
+        rows = min(n, max(1, BLOCK_ELEMENTS // V)) if h.device.type == "cpu" else n
         wide_buffers = h.new_empty(3, rows, V, dtype=wide)
         for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
             x = h[chunk]
-            slope = torch.mm(x, w.T, out=logits[: len(x)])  # of the loss, once it is computed
+            # The student's logits, which are replaced by the loss's slope block by block.
+            slope = torch.mm(x, w.T, out=logits[: len(x)])
             torch.mm(h_teacher[chunk], w_teacher.T, out=wanted[: len(x)])
             for i in range(0, len(x), rows):
                 block = slice(i, min(i + rows, len(x)))
@@ -156,14 +160,15 @@ class _Distillation(torch.autograd.Function):
                 # d loss / d logits times N: of alpha T^2 KL it is alpha T (p - q), at the
                 # temperature T; of the rest (1 - alpha) (p less the target's 1), at temperature 1.
                 # The last operation rounds to the logits' type; the target's is computed apart.
-                of_target = p.gather(1, target).exp_() - q.gather(1, target)
-                of_target = alpha * temperature * of_target + (1 - alpha) * (log_hard.exp_() - 1)
+                target_slope = p.gather(1, target).exp_() - q.gather(1, target)
+                target_slope = alpha * temperature * target_slope
+                target_slope = target_slope + (1 - alpha) * (log_hard.exp_() - 1)
                 if temperature == 1.0:
                     torch.sub(p.exp_(), q, alpha=alpha, out=narrow)
                 else:
                     p.exp_().sub_(q).mul_(alpha * temperature)
                     torch.add(p, hard.exp_(), alpha=1 - alpha, out=narrow)
-                narrow.scatter_(1, target, of_target.to(dtype))
+                narrow.scatter_(1, target, target_slope.to(dtype))
             grad_hidden[chunk] = slope @ w
             grad_weight = add_weight_gradient(grad_weight, slope, x, wide)
         keep_gradients(ctx, grad_hidden, grad_weight, hidden.shape, weight.dtype)
@@ -173,14 +178,6 @@ class _Distillation(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *kept_gradients(ctx, grad), None, None, None, None, None
-
-
-def _block_rows(rows: int, vocabulary: int, device: torch.device) -> int:
-    """How many rows of a chunk go through the operations together: all of them on a GPU, whose
-    memory is fast and whose kernels are worth launching for many elements only."""
-    if device.type != "cpu":
-        return rows
-    return min(rows, max(1, BLOCK_ELEMENTS // vocabulary))
 
 
 def _log_softmax(logits: Tensor, temperature: float, out: Tensor) -> Tensor:

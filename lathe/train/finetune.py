@@ -16,9 +16,8 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.train.distill import teacher_folder
 from lathe.train.pretrain import with_dropout
-from lathe.train.result import TrainResult
+from lathe.train.result import SAMPLES, SampleAnswer, TrainResult, write_answers
 from lathe.train.run import TrainingJob, run_training
-from lathe.train.sample_answers import SAMPLES, SampleAnswer, write_answers
 from lathe.train.workers import Workers
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.errors import Code, UserError
@@ -125,25 +124,15 @@ def frozen_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def _write_samples(recipe: Recipe, folder: Path, data: Path, parent: Path, tuned: GPT) -> list[str]:
-    """Write answers before and after to `folder`; returns the file's name, if there are any."""
-    answers = sample_answers(recipe, TokenDataset.open(data), load_checkpoint(parent), tuned)
-    if not answers:
-        return []
-    write_answers(folder, answers)
-    return [SAMPLES]
-
-
-def sample_answers(
-    recipe: Recipe, data: TokenDataset, parent: Checkpoint, tuned: GPT
-) -> list[SampleAnswer]:
-    """Greedy answers of a model and of the one that it was finetuned from, to the first validation
-    conversations that fit; empty for data without conversations."""
-    settings = recipe.Finetune
-    n_positions = parent.model.config.n_positions
-    tokens, new = parent.tokenizer, min(settings.sample_tokens, n_positions // 2)
+    """Write greedy answers of a model and of its parent to the first validation conversations that
+    fit; returns the file's name, or nothing for data without conversations."""
+    settings, checkpoint = recipe.Finetune, load_checkpoint(parent)
+    n_positions = checkpoint.model.config.n_positions
+    tokens, new = checkpoint.tokenizer, min(settings.sample_tokens, n_positions // 2)
+    # Each conversation up to its last answer, and that answer.
     prompts: list[list[int]] = []
     expected: list[list[int]] = []
-    for part in (part for _, part in data.parts if part.has_mask):
+    for part in (part for _, part in TokenDataset.open(data).parts if part.has_mask):
         _, first, end, _ = split_sequences(recipe.Data.Eval.dataset.split, part.arrays)
         for i in range(first, end):
             ids, mask = part[i].tolist(), part.mask(i) != 0
@@ -155,12 +144,8 @@ def sample_answers(
     if not prompts:
         return []
     greedy = GenerationSettings(decode_strategy="greedy_search", max_dec_len=new, min_dec_len=0)
-    ends = parent.end_ids
-    before, after = (generate(model, prompts, greedy, ends) for model in (parent.model, tuned))
-    return [
-        SampleAnswer(
-            tokens.decode(prompt),
-            *(tokens.decode(answer) for answer in answers),
-        )
-        for prompt, *answers in zip(prompts, expected, before, after, strict=True)
-    ]
+    ends = checkpoint.end_ids
+    before, after = (generate(model, prompts, greedy, ends) for model in (checkpoint.model, tuned))
+    rows = zip(prompts, expected, before, after, strict=True)
+    write_answers(folder, [SampleAnswer(*map(tokens.decode, row)) for row in rows])
+    return [SAMPLES]

@@ -44,7 +44,8 @@ class Float8Linear(nn.Linear):
         """(..., I) -> (..., O), in the dtype of 16-bit products."""
         dtype, _ = compute_dtypes(x)
         rows = x.flatten(0, -2).to(dtype)
-        missing = -len(rows) % MULTIPLE  # of a short batch, as in a validation
+        # Rows of zeros fill up a short batch, as the last one of a validation.
+        missing = -len(rows) % MULTIPLE
         y: Tensor = _Product.apply(F.pad(rows, (0, 0, 0, missing)), self.weight.to(dtype))  # type: ignore[no-untyped-call]
         y = y[: len(rows)].view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(dtype)
@@ -67,16 +68,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
         g8, g_scale = _rounded(grad, E5M2)
-        # The second factor of a product in fp8 has to be in column-major order.
-        of_x = torch._scaled_mm(g8, _by_columns(w8), g_scale, w_scale, out_dtype=ctx.dtype)
-        of_weight = torch._scaled_mm(
-            g8.t().contiguous(), _by_columns(x8), g_scale, x_scale, out_dtype=ctx.dtype
+        # The first factor of a product in fp8 has to be in row-major order, the second one in
+        # column-major order: so `t().contiguous().t()`.
+        grad_x = torch._scaled_mm(
+            g8, w8.t().contiguous().t(), g_scale, w_scale, out_dtype=ctx.dtype
         )
-        return of_x, of_weight
-
-
-def _by_columns(x: Tensor) -> Tensor:
-    return x.t().contiguous().t()
+        g8 = g8.t().contiguous()
+        grad_weight = torch._scaled_mm(
+            g8, x8.t().contiguous().t(), g_scale, x_scale, out_dtype=ctx.dtype
+        )
+        return grad_x, grad_weight
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,10 @@
-"""The process group of a run, as both backends' training loops use it."""
+"""The process group of a run as both backends' training loops use it, and the error for a GPU that
+neither finds. Imports neither torch nor Paddle."""
 
 from typing import Any, Protocol
+
+from lathe_base.config.settings import Recipe
+from lathe_base.errors import Code, UserError
 
 
 class Group(Protocol):
@@ -23,3 +27,28 @@ class Group(Protocol):
 
     def barrier(self) -> None:
         """Wait for all processes."""
+
+
+def missing_gpu(recipe: Recipe, library: str, has_cuda: bool) -> UserError:
+    """The error for a requested GPU that a backend does not find: training on the CPU instead would
+    take days before anyone noticed.
+
+    Args:
+        library: name and version of the backend's library.
+        has_cuda: whether it was built for GPUs.
+    """
+    gpus = recipe.Launch.gpus_per_node
+    asked = f"Launch.gpus_per_node is {gpus}" if gpus else "Global.device is gpu"
+    if not has_cuda:
+        return UserError(
+            f"{asked}, but {library} is a CPU-only build",
+            "use CUDA images (make images FLAVOUR=cuda), or GPUS=0 (-o Launch.gpus_per_node=0) to "
+            "train on CPUs",
+            Code.NO_GPU,
+        )
+    return UserError(
+        f"{asked}, but {library}, a GPU build, finds none on this machine",
+        "check that `nvidia-smi` finds a GPU there and, on a cluster, that the pod was assigned "
+        "one; GPUS=0 (-o Launch.gpus_per_node=0) trains on CPUs",
+        Code.NO_GPU,
+    )

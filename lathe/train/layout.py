@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from lathe.model.config import GPTConfig
-from lathe.train.batch import resolve_batch
+from lathe.train.batches import resolve_batch
 from lathe_base.config.settings import DistributedSettings, Recipe
 from lathe_base.config.settings.types import Recompute, ShardingStage
 from lathe_base.errors import Code, UserError
@@ -116,6 +116,7 @@ def global_batch(recipe: Recipe, gpus: int) -> int:
     may change it."""
     if recipe.Global.global_batch_size is not None:
         return recipe.Global.global_batch_size
+    # Like `mesh_shape`, but degrees need not multiply to `gpus`: the layout is yet to be chosen.
     degrees = recipe.Distributed
     inner = degrees.mp_degree * degrees.pp_degree * degrees.sharding.sharding_degree
     dp = max(1, gpus // inner) if degrees.dp_degree == "auto" else degrees.dp_degree
@@ -138,7 +139,12 @@ def possible_layouts(
         local = batch // (dp * sharding)
         rounds = (1, 2, 4) if pp > 1 else (1,)
         for micro, virtual, recompute in product(_divisors(local), rounds, recomputes):
-            for stage in _stages(sharding, pp, local // micro):
+            # Sharding stages that make a difference: a pipeline keeps whole weights and gradients
+            # until the end of a step, and with a single micro-batch stage 2 is stage 1.
+            stages: tuple[ShardingStage, ...] = (1,)
+            if sharding > 1 and pp == 1:
+                stages = (1, 2, 3) if local // micro > 1 else (1, 3)
+            for stage in stages:
                 layout = Layout(
                     dp=dp,
                     mp=mp,
@@ -151,8 +157,11 @@ def possible_layouts(
                     recompute=recompute,
                     sequence_parallel=mp > 1 and seq_len % mp == 0,
                 )
-                if _can_run(config, recipe, layout):
-                    yield layout
+                try:
+                    _check(config, recipe, layout)
+                except UserError:
+                    continue
+                yield layout
 
 
 def options(recipe: Recipe, layout: Layout) -> list[str]:
@@ -197,14 +206,6 @@ def _meshes(
                     yield mp, pp, replicas // sharding, sharding
 
 
-def _stages(sharding: int, pp: int, steps: int) -> tuple[ShardingStage, ...]:
-    """Sharding stages that make a difference: a pipeline keeps whole weights and gradients until
-    the end of a step."""
-    if sharding == 1 or pp > 1:
-        return (1,)
-    return (1, 2, 3) if steps > 1 else (1, 3)
-
-
 def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
     """Raise UserError if a size is not divisible by its degree."""
     stages, steps = layout.pp * layout.virtual_pp, layout.accumulate_steps
@@ -242,6 +243,7 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
     }
     if not layout.sequence_parallel:
         del sizes["tokens of a sequence"]
+    # What tensor parallelism divides, in every layer.
     for what, values in sizes.items():
         for value in values:
             if value % layout.mp:
@@ -250,14 +252,6 @@ def _check(config: GPTConfig, recipe: Recipe, layout: Layout) -> None:
                     "choose a degree that divides it, or another size in Model or Data",
                     Code.LAYOUT,
                 )
-
-
-def _can_run(config: GPTConfig, recipe: Recipe, layout: Layout) -> bool:
-    try:
-        _check(config, recipe, layout)
-    except UserError:
-        return False
-    return True
 
 
 def _divisors(number: int) -> list[int]:

@@ -18,11 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe.data.tokens import TokenDataset
-from lathe.train.batch import resolve_batch
-from lathe.train.batches import EvalBatches, TrainBatches
+from lathe.train.batches import EvalBatches, TrainBatches, resolve_batch
 from lathe.train.group import Group
-from lathe.train.loss_scale import LossScale
-from lathe.train.schedule import learning_rate
+from lathe.train.schedule import LossScale, learning_rate
 from lathe.train.trace import StepRecord, Trace
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import Recipe

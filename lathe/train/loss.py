@@ -12,11 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lathe.model.gpt import GPT
-from lathe.train import chunks
-from lathe.train.chunks import chunk_rows
 
+CHUNK_ELEMENTS = 2**26
+"""Logits per chunk: 256 MiB in float32. At V = 50304 that is 1,334 tokens: enough for full-speed
+matmuls and few additions to the weight's gradient."""
+TILE = 128
+"""Rows of a matmul that a GPU computes together: a part of a tile costs as much as all of it."""
 NARROW_BLOCKS = 4
 """Blocks of float32 probabilities whose 16-bit logits are in memory together."""
+
+
+def next_token_loss(model: GPT, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, nats per token, of a whole model predicting tokens[:, 1:] of (B, T +
+    1)."""
+    hidden = model.hidden(tokens[:, :-1])
+    if model.head_input is not None:
+        hidden = model.head_input(hidden)
+    return linear_cross_entropy(hidden, model.output.table(), tokens[:, 1:])
 
 
 def linear_cross_entropy(
@@ -53,21 +65,6 @@ def linear_cross_entropy(
     return out
 
 
-def _replace_by_slope(logits: Tensor, target: Tensor) -> Tensor:
-    """Replace logits (n, V) by the slope of their summed cross-entropy with target ids (n, 1);
-    returns that sum, ()."""
-    log_p = torch.log_softmax(logits, 1, torch.promote_types(logits.dtype, torch.float32))
-    is_target = torch.arange(logits.shape[1], device=logits.device) == target
-    loss = -log_p.gather(1, target).sum()
-    logits.copy_(log_p.exp() - is_target.to(log_p.dtype))
-    return loss
-
-
-@cache
-def _compiled_slope() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(_replace_by_slope, fullgraph=True)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -84,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         N, V = len(h), len(w)
         ids = targets.flatten()[:, None]
         mask = torch.ones_like(ids, dtype=wide)  # 1 where the target's row is on this rank
-        if group is not None:
+        if group is not None:  # the vocabulary is divided: this rank's rows begin at rank * V
             ids = ids - dist.get_rank(group) * V
             mask = ((ids >= 0) & (ids < V)).to(wide)
             ids = ids.clamp(0, V - 1)  # `gather` needs a row of this rank; the mask ignores it
@@ -93,16 +90,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(h, dtype=hidden.dtype) if needs_hidden else None
         grad_weight: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=h.device)
-        # 16-bit logits of several blocks together, because each chunk costs a pass over the float32
-        # gradient (V, C); their probabilities in float32 one block after the other.
-        n = chunk_rows(N, V, (1 if dtype == wide else NARROW_BLOCKS) * chunks.CHUNK_ELEMENTS)
+        # All buffers are made once. 16-bit logits of several blocks together, because each chunk
+        # costs a pass over the float32 gradient (V, C); their probabilities in float32 one block
+        # after the other.
+        n = chunk_rows(N, V, (1 if dtype == wide else NARROW_BLOCKS) * CHUNK_ELEMENTS)
         rows = chunk_rows(n, V)
         logits_buffer = h.new_empty(n, V)
         is_in_place = dtype == wide or is_compiled
         wide_buffer = None if is_in_place else h.new_empty(rows, V, dtype=wide)
         for chunk in (slice(i, min(i + n, N)) for i in range(0, N, n)):
             x = h[chunk]
-            # Of the loss, once each block of it is computed.
+            # The logits, which are replaced by the loss's slope block by block.
             slope = torch.mm(x, w.T, out=logits_buffer[: len(x)])
             if is_compiled:  # the whole chunk in one kernel
                 loss += _compiled_slope()(slope, ids[chunk])
@@ -129,6 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     p.exp_().scatter_add_(1, target, -here)
                 else:  # rounds in the same pass; the target's, maybe 1 - 1, after the difference
                     torch.exp(p, out=logits).scatter_(1, target, (log_p.exp() - here).to(dtype))
+            # Both gradients of the chunk, while its slope is at hand: backward only scales them.
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ w
             if needs_weight:
@@ -146,6 +145,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *kept_gradients(ctx, grad), None, None, None, None
 
 
+def _replace_by_slope(logits: Tensor, target: Tensor) -> Tensor:
+    """Replace logits (n, V) by the slope of their summed cross-entropy with target ids (n, 1);
+    returns that sum, ()."""
+    log_p = torch.log_softmax(logits, 1, torch.promote_types(logits.dtype, torch.float32))
+    is_target = torch.arange(logits.shape[1], device=logits.device) == target
+    loss = -log_p.gather(1, target).sum()
+    logits.copy_(log_p.exp() - is_target.to(log_p.dtype))
+    return loss
+
+
+@cache
+def _compiled_slope() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_replace_by_slope, fullgraph=True)
+
+
+def chunk_rows(rows: int, vocabulary: int | float, elements: int | None = None) -> int:
+    """The rows of each chunk but the last: as equal as multiples of `TILE` allow, with at most
+    `elements` logits; default: CHUNK_ELEMENTS."""
+    limit = max(1, int((elements or CHUNK_ELEMENTS) // vocabulary))
+    tile = TILE if limit >= TILE else 1
+    # As few chunks as the limit allows, then rows spread evenly over them.
+    count = -(-rows // (limit // tile * tile))
+    return min(rows, -(-rows // (count * tile)) * tile)
+
+
 def compute_dtypes(hidden: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """The dtype of matmuls, autocast's if enabled, and of the rest, at least float32."""
     device = hidden.device.type
@@ -159,7 +183,7 @@ def add_weight_gradient(
 ) -> Tensor:
     """Add a chunk's gradient of the weight, slope (n, V) and hidden states x (n, C), to `total`
     (V, C) in place; the first chunk's is the total."""
-    if total is None:
+    if total is None:  # not zeros that are added to: saves a pass over (V, C)
         return (slope.T @ x).to(wide)
     return total.addmm_(slope.T, x) if slope.dtype == wide else total.add_(slope.T @ x)
 
@@ -189,12 +213,3 @@ def kept_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     if grad_weight is not None:
         grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
     return grad_hidden, grad_weight
-
-
-def next_token_loss(model: GPT, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy, nats per token, of a whole model predicting tokens[:, 1:] of (B, T +
-    1)."""
-    hidden = model.hidden(tokens[:, :-1])
-    if model.head_input is not None:
-        hidden = model.head_input(hidden)
-    return linear_cross_entropy(hidden, model.output.table(), tokens[:, 1:])

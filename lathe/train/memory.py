@@ -1,4 +1,5 @@
-"""Estimate the GPU memory of a training layout from the recipe alone.
+"""Estimate the GPU memory of a training layout from the recipe alone, and refuse a model that does
+not fit before anything is allocated.
 
 Parameters, gradients and Adam's moments are divided as in ZeRO (Rajbhandari et al. 2020,
 arXiv:1910.02054), in float32, with whole copies where FSDP2 gathers them. Activations are counted
@@ -10,19 +11,25 @@ Shapes: N tokens of a micro-batch, C hidden size, W and F a GPU's attention and 
 vocabulary rows. `n` is N, or N / mp with sequence parallelism.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+
+import torch
 
 from lathe.model.architecture import Parts, Units
 from lathe.model.config import GPTConfig
-from lathe.train.chunks import CHUNK_ELEMENTS, chunk_rows
-from lathe.train.layout import Layout
-from lathe.train.loss import NARROW_BLOCKS
-from lathe.train.replicas import BUCKET_BYTES
+from lathe.train.layout import Layout, wanted_layout
+from lathe.train.loss import CHUNK_ELEMENTS, NARROW_BLOCKS, chunk_rows
+from lathe.train.passes import BUCKET_BYTES
 from lathe.train.shape import model_config
+from lathe.train.workers import choose_device
 from lathe_base.config.settings import LoraSettings, Recipe
+from lathe_base.errors import Code, UserError
+from lathe_launch.memory import machine_memory
 
 FLOAT = 4  # bytes
 UNITS: tuple[Units, ...] = ("heads", "channels")
+SAMPLE_BYTES, TOKEN_BYTES = 12, 8  # of a row of `SampleIndex`, and of an int64 id
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,15 @@ def estimate(
         lora: adapters that are trained instead of all weights.
     """
     block = _block(config, recipe, layout, _adapters(config, lora))
-    ranks = (_rank_memory(rank, block, config, recipe, layout) for rank in range(layout.pp))
+    teacher = 0.0
+    if recipe.Compress.Distill.teacher is not None:
+        # Every process has a full copy. A teacher given as a folder is taken to have the recipe's
+        # shape, like the stage's parent.
+        element = 2 if recipe.Engine.mix_precision.is_pure else FLOAT
+        teacher = float(element * model_config(recipe, config.vocab_size).n_params)
+    ranks = (
+        _rank_memory(rank, block, teacher, config, recipe, layout) for rank in range(layout.pp)
+    )
     return max(ranks, key=lambda memory: memory.total)
 
 
@@ -162,7 +177,7 @@ def _adapters(config: GPTConfig, lora: LoraSettings | None) -> float | None:
 
 
 def _rank_memory(
-    rank: int, block: _Block, config: GPTConfig, recipe: Recipe, layout: Layout
+    rank: int, block: _Block, teacher: float, config: GPTConfig, recipe: Recipe, layout: Layout
 ) -> Memory:
     """The memory of the GPU at `rank` of a pipeline, at the candidate moment that needs most.
 
@@ -180,15 +195,18 @@ def _rank_memory(
     state = _state(layers, ends, block, recipe, layout)
     trained_table = table if block.adapters is None else 0.0
 
-    in_flight = _micro_batches_in_flight(rank, layout)
+    # What is kept between forward and backward passes.
+    # Forward passes through one of a GPU's stages before the first backward pass: 1F1B, or
+    # interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473).
+    hops = layout.pp - 1 - rank
+    warm_up = hops if layout.virtual_pp == 1 else (layout.virtual_pp - 1) * layout.pp + 2 * hops
+    in_flight = min(warm_up + 1, layout.accumulate_steps * layout.virtual_pp)
     before = in_flight < layout.accumulate_steps * layout.virtual_pp  # others have left gradients
     passed = layers / layout.virtual_pp  # layers that a micro-batch goes through at a time
     kept = in_flight * passed * block.kept
     kept += FLOAT * n * C if is_last else 0  # the last norm's input
     fixed = _pipeline_buffers(rank, stream * n * C, layout)
     backward = block.again + block.gradients
-
-    teacher = _teacher(config, recipe)
 
     def moment(weights: float, gradients: float, activations: float, temporary: float) -> Memory:
         return Memory(
@@ -203,6 +221,7 @@ def _rank_memory(
     # `linear_cross_entropy` makes the gradients of the table (V, C) and of the hidden states (N, C)
     # together with the loss, in float32; they live until the backward pass has used them.
     head_gradients = FLOAT * (trained_table + N * C) if is_last else 0.0
+    # The moments at which memory may peak, in the order of a step.
     moments = []
     # The loss of a micro-batch, or its last block's forward pass with the weights cast for it.
     cast = passed * block.cast if layout.recompute == "full" else 0.0
@@ -272,21 +291,30 @@ def _state(layers: float, ends: float, block: _Block, recipe: Recipe, layout: La
     if block.adapters is not None:
         trained = FLOAT * layers * block.adapters
         narrow = 2 if recipe.Engine.mix_precision.dtype == "bfloat16" else FLOAT
-        frozen = FLOAT if _is_pure(recipe) else narrow
+        frozen = FLOAT if recipe.Engine.mix_precision.is_pure else narrow
         whole = frozen * layers * block.parameters + FLOAT * ends + trained
     if layout.sharding == 1:
         bucket = min(trained, BUCKET_BYTES) if layout.dp > 1 else 0.0
-        if not _is_pure(recipe):
-            return _State(whole, whole, trained, 2 * trained, FLOAT, 0.0, bucket, 0.0)
-        weights = whole + 2 * parameters
-        return _State(weights, weights, trained, 2 * trained, 2, 0.0, bucket, 0.0, trained / 2)
+        is_pure = recipe.Engine.mix_precision.is_pure
+        weights = whole + (2 * parameters if is_pure else 0)  # and their 16-bit copies
+        return _State(
+            weights=weights,
+            late_weights=weights,
+            gradients=trained,
+            optimizer=2 * trained,
+            element=2 if is_pure else FLOAT,
+            gathered=0.0,
+            reduced=bucket,
+            reducing=0.0,
+            copies_gradients=trained / 2 if is_pure else 0.0,
+        )
     # torch's pipeline schedules gather and reduce once a step, whatever the stage.
     stage = layout.sharding_stage if layout.pp == 1 else 1
     once = stage == 1 and layout.accumulate_steps > 1
     is_offloaded = recipe.Distributed.sharding.sharding_offload
     shard = 0 if is_offloaded else whole / layout.sharding
     trained_shard = 0 if is_offloaded else trained / layout.sharding
-    element = 2 if _is_pure(recipe) else FLOAT
+    element = 2 if recipe.Engine.mix_precision.is_pure else FLOAT
     gathered = 2 * element * block.parameters
     weights = shard + element * (parameters if stage < 3 else ends)
     return _State(
@@ -320,25 +348,6 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
     return (FLOAT * rows + half * n_chunk) * V + narrow * n_chunk * C + hidden + table
 
 
-def _teacher(config: GPTConfig, recipe: Recipe) -> float:
-    """Bytes of the distillation teacher, of which every process has a full copy; a teacher given as
-    a folder is assumed to have the recipe's shape, like the stage's parent."""
-    if recipe.Compress.Distill.teacher is None:
-        return 0.0
-    parent = model_config(recipe, config.vocab_size)
-    return float((2 if _is_pure(recipe) else FLOAT) * parent.n_params)
-
-
-def _micro_batches_in_flight(rank: int, layout: Layout) -> int:
-    """Forward passes through one of a GPU's stages before the first backward pass; the schedules
-    are 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473)."""
-    hops = layout.pp - 1 - rank
-    warm_up = hops
-    if layout.virtual_pp > 1:
-        warm_up = (layout.virtual_pp - 1) * layout.pp + 2 * hops
-    return min(warm_up + 1, layout.accumulate_steps * layout.virtual_pp)
-
-
 def _pipeline_buffers(rank: int, hidden: float, layout: Layout) -> float:
     """torch receives every micro-batch of a step, and every gradient, into a separate buffer; the
     interleaved schedule also holds what it sends until the end of the step."""
@@ -357,12 +366,75 @@ def _tokens(recipe: Recipe, layout: Layout) -> tuple[int, float]:
 def _bytes(recipe: Recipe) -> tuple[int, int]:
     """Bytes per element of a linear's input, and of the residual stream."""
     narrow = FLOAT if recipe.Engine.mix_precision.dtype == "float32" else 2
-    return narrow, narrow if _is_pure(recipe) else FLOAT
-
-
-def _is_pure(recipe: Recipe) -> bool:
-    return recipe.Engine.mix_precision.is_pure
+    return narrow, narrow if recipe.Engine.mix_precision.is_pure else FLOAT
 
 
 def _is_autocast(recipe: Recipe) -> bool:
-    return recipe.Engine.mix_precision.dtype != "float32" and not _is_pure(recipe)
+    precision = recipe.Engine.mix_precision
+    return precision.dtype != "float32" and not precision.is_pure
+
+
+def require_capacity(config: GPTConfig, recipe: Recipe) -> None:
+    """Check that weights, gradients and optimizer state fit one device.
+
+    Uses the planner's estimate of this process's share; activations are not counted, as
+    recomputation and micro-batches of one can make them small.
+
+    Raises:
+        UserError: they exceed the device's total memory; see also `wanted_layout`.
+    """
+    layout = wanted_layout(recipe, int(os.environ.get("WORLD_SIZE", 1)))
+    if layout.pp * layout.virtual_pp > config.n_layer:
+        return  # an impossible pipeline, which is reported elsewhere
+    leanest = replace(layout, micro_batch=1, recompute="full")
+    memory = estimate(config, recipe, leanest)
+    needed = memory.weights + memory.gradients + memory.optimizer
+    device = choose_device(recipe)
+    available = available_memory(device)
+    if needed > available:
+        shape = {
+            "hidden_size": config.n_embd,
+            "num_layers": config.n_layer,
+            "ffn_hidden_size": max(config.n_inner),
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.n_positions,
+        }
+        sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
+        where = "the GPU has" if device.type == "cuda" else "this machine has"
+        raise UserError(
+            f"Model ({sizes}) takes {needed / 1e9:,.0f} GB per process for weights, gradients and "
+            f"optimizer state, but {where} {available / 1e9:,.0f} GB",
+            "lower Model.hidden_size or num_layers, or use parallelism: see `lathe plan`",
+            Code.OUT_OF_MEMORY,
+        )
+
+
+def require_batches(recipe: Recipe, batch: int) -> None:
+    """Check that the order of samples and the tokens of a step fit this machine's memory.
+
+    Args:
+        batch: sequences of a step.
+
+    Raises:
+        UserError: they exceed its memory.
+    """
+    samples, length = recipe.Engine.max_steps * batch, recipe.Data.Train.dataset.max_seq_len
+    needed, available = (
+        SAMPLE_BYTES * samples + TOKEN_BYTES * batch * length,
+        available_memory(torch.device("cpu")),
+    )
+    if needed > available:
+        raise UserError(
+            f"Engine.max_steps {recipe.Engine.max_steps:,} of {batch:,} sequences take "
+            f"{needed / 1e9:,.0f} GB for sample order and tokens, but this machine has "
+            f"{available / 1e9:,.0f} GB",
+            "lower Engine.max_steps or Global.global_batch_size (local_batch_size)",
+            Code.OUT_OF_MEMORY,
+        )
+
+
+def available_memory(device: torch.device) -> int:
+    """Memory in bytes of a GPU, or of this machine as far as the process's cgroups allow."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return machine_memory()

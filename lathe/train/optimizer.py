@@ -1,5 +1,10 @@
-"""AdamW with PaddleFleetX's parameter groups; norm and clipping of gradients under any parallel
-layout."""
+"""AdamW with PaddleFleetX's parameter groups, under any parallel layout.
+
+In the order of a step: gradients of 16-bit copies are added up in float32 (`HalfWeights`), those of
+which processes have parts of a sum are summed (`settle_partial`, `TiedEmbedding`), the norm is
+measured (`squared_norm`), they are unscaled and clipped (`scale_gradients`), and `update` takes the
+step of AdamW.
+"""
 
 import math
 from collections import defaultdict
@@ -12,12 +17,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from lathe.model.architecture import Architecture
-from lathe.train.local import local, placed_as
-from lathe.train.loss_scale import LossScale
 from lathe.train.parallel import Stage
-from lathe.train.schedule import PACT_LR_FACTOR, is_decayed
+from lathe.train.schedule import PACT_LR_FACTOR, LossScale, is_decayed
 from lathe.train.workers import Workers
 from lathe_base.config.settings import OptimizerSettings
+
+
+@torch.no_grad()  # else a view is recorded for the backward pass
+def local(tensor: Tensor | None) -> Tensor:
+    """This process's part of a DTensor; another tensor itself."""
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor of the same placement, whose part in this process is `part`."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    return DTensor.from_local(
+        part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def make_optimizer(
@@ -26,10 +46,7 @@ def make_optimizer(
     architecture: Architecture,
 ) -> torch.optim.AdamW:
     """No weight decay on clipping bounds and, with `FusedAdamW`, on biases and norms; each group
-    keeps its `lr_factor`.
-
-    The moments are allocated at the start, as zeros.
-    """
+    keeps its `lr_factor`."""
     decayed, plain, bounds = [], [], []
     for name, parameter in parameters:
         if not parameter.requires_grad:
@@ -52,6 +69,8 @@ def make_optimizer(
         eps=settings.epsilon,
         fused=True,
     )
+    # torch makes the moments in the first `optimizer.step`, which is never called (see `update`),
+    # and a saved state is read into moments that exist.
     for parameter in (*decayed, *plain, *bounds):
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
@@ -61,10 +80,160 @@ def make_optimizer(
     return optimizer
 
 
-def set_step(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Continue counting from this number of updates."""
-    for values in optimizer.state.values():
-        values["step"].fill_(updates)
+class HalfWeights:
+    """16-bit copies of a model's float32 weights. The passes compute with the copies, the optimizer
+    updates the weights with gradients that were added up in float32: the mixed precision of
+    Micikevicius et al. (2018), with the values that FSDP2's `MixedPrecisionPolicy` gives, but in
+    three kernels a step where FSDP gathers and casts every block.
+
+    Args:
+        model: its weights keep their names and remain what `named_parameters` and `state_dict`
+            give; weights that are frozen later must be frozen before.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self._copies: dict[nn.Parameter, Tensor] = {}
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is None:
+                    continue
+                if weight not in self._copies:  # a tied table is one weight in several modules
+                    copy = weight.detach().to(dtype)
+                    self._copies[weight] = copy.requires_grad_(weight.requires_grad)
+                # Python finds an instance's attribute before `nn.Module` looks up its parameters,
+                # which stay registered, so that `state_dict` has the float32 weights.
+                module.__dict__[name] = self._copies[weight]
+        self._trained = [weight for weight in self._copies if weight.requires_grad]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copies, in the order of the weights."""
+        return [*self._copies.values()]
+
+    def copy(self, weight: nn.Parameter) -> Tensor:
+        """The copy of a weight."""
+        return self._copies[weight]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Copy the weights again, after they have changed."""
+        copies, weights = self._copies.values(), self._copies.keys()
+        torch._foreach_copy_([local(copy) for copy in copies], [local(w) for w in weights])
+
+    @torch.no_grad()
+    def collect_gradients(self, weights: Iterable[nn.Parameter] | None = None) -> None:
+        """Add the gradients of the copies, of one micro-batch, to those of these weights; default:
+        of all."""
+        # The first micro-batch's are copied, later ones added: one kernel for all weights of each.
+        first, had = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for weight in self._trained if weights is None else weights:
+            copy = self._copies[weight]
+            if copy.grad is None:
+                continue
+            if weight.grad is None:
+                weight.grad = placed_as(
+                    copy.grad, torch.empty_like(local(copy.grad), dtype=weight.dtype)
+                )
+                first.append((local(weight.grad), local(copy.grad)))
+            else:
+                had.append((local(weight.grad), local(copy.grad)))
+            copy.grad = None  # else autograd would add the next micro-batch's to it in 16 bits
+        for pairs, into in ((first, torch._foreach_copy_), (had, torch._foreach_add_)):
+            if pairs:
+                into([total for total, _ in pairs], [part for _, part in pairs])
+
+
+@torch.no_grad()
+def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
+    """Sum gradients for which each process of a mesh has only the contribution of its own tokens:
+    those of norms and biases with sequence parallelism, in one message."""
+    sums: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        gradient, weight = parameter.grad, parameter.data
+        if not isinstance(gradient, DTensor) or not isinstance(weight, DTensor):
+            continue
+        if gradient.placements == weight.placements:
+            continue
+        pairs = zip(gradient.placements, weight.placements, strict=True)
+        changed = [(dim, *pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1]]
+        dim, placement, wanted = changed[0]
+        # What is a plain sum along one dimension waits for the message; all else torch rearranges.
+        if len(changed) == 1 and placement.is_partial("sum") and wanted.is_replicate():
+            sums[gradient.device_mesh.get_group(dim), gradient.dtype].append(parameter)
+        else:
+            parameter.grad = gradient.redistribute(placements=weight.placements)
+    # One all-reduce of the concatenated gradients: alone, each would be a few KB.
+    for (group, _), partial in sums.items():
+        parts = [local(parameter.grad) for parameter in partial]
+        flat = torch.cat([x.flatten() for x in parts])
+        dist.all_reduce(flat, group=group)
+        settled = torch.split(flat, [x.numel() for x in parts])
+        for parameter, sum_ in zip(partial, settled, strict=True):
+            weight = parameter.data
+            parameter.grad = placed_as(weight, sum_.view_as(local(weight)))
+
+
+class TiedEmbedding:
+    """Sum the gradients of the tied embedding, which the first and last pipeline stage share."""
+
+    def __init__(self, stages: Sequence[Stage], workers: Workers) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.table: Tensor | None = None
+        self.is_second_copy = False
+        tied = stages[0].gpt.config.tie_word_embeddings
+        if workers.mesh["pp"].size() == 1 or not tied:
+            return
+        # `pp` is the outermost dimension: the ranks of the first and of the last stage, in which
+        # those at the same place hold the same part of the table.
+        first, last = workers.mesh.mesh[0].flatten(), workers.mesh.mesh[-1].flatten()
+        for ends in zip(first.tolist(), last.tolist(), strict=True):
+            # A collective call: all processes make all groups, also those of others.
+            group = dist.new_group(list(ends))
+            if workers.rank in ends:
+                self.group = group
+                self.is_second_copy = stages[-1].is_last
+                end = stages[-1] if self.is_second_copy else stages[0]
+                self.table = end.gpt.output.weight
+
+    def settle(self) -> None:
+        """Replace the gradients of both copies by their sum."""
+        if self.table is not None and self.table.grad is not None:
+            dist.all_reduce(local(self.table.grad), group=self.group)
+
+
+@torch.no_grad()
+def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torch.device) -> Tensor:
+    """This process's share of the squared global gradient norm, () float32; the shares of all
+    processes add up to it.
+
+    Args:
+        replicas: processes with the same layers; a gradient that k of them have counts 1/k.
+    """
+    pieces: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        shards = 1
+        if isinstance(gradient, DTensor):
+            sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
+        # By the number of processes that have the same values, so that each counts once.
+        pieces[replicas // shards].append(local(gradient))
+    total = torch.zeros((), device=device)
+    for copies, tensors in pieces.items():
+        norms = torch._foreach_norm([t for t in tensors if t.numel()], 2, dtype=torch.float32)
+        total += torch.stack(list(norms)).square().sum().to(device) / copies
+    return total
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+    """Multiply all gradients in place by a factor ()."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        # Those of offloaded weights are on the CPU, which must wait for the value.
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 @torch.no_grad()
@@ -78,20 +247,22 @@ def update(optimizer: torch.optim.Optimizer, rate: float, skip: Tensor) -> None:
         skip: () 1.0 if nothing may change, else 0.0.
     """
     for group in optimizer.param_groups:
-        held = [p for p in group["params"] if p.grad is not None and local(p).numel()]
-        states = [optimizer.state[p] for p in held]
-        if not held:
+        # Small tensors in many shards leave some processes without an element.
+        updated = [p for p in group["params"] if p.grad is not None and local(p).numel()]
+        states = [optimizer.state[p] for p in updated]
+        if not updated:
             continue
         adamw(
-            [local(p) for p in held],
-            [local(p.grad) for p in held],
+            [local(p) for p in updated],
+            [local(p.grad) for p in updated],
             [local(state["exp_avg"]) for state in states],
             [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
-            # Offloaded weights are on the CPU, which must wait for the value.
-            found_inf=skip.to(held[0].device),
+            # The kernel itself skips the update: the host does not wait for the value, except for
+            # offloaded weights, which are on the CPU.
+            found_inf=skip.to(updated[0].device),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -116,6 +287,7 @@ class DeviceLossScale:
         """`LossScale.update` in tensors; `overflow` is () 1.0 or 0.0."""
         if not self._rule.adapts:
             return
+        # No `if` on a value: that would wait for the device. Both branches are computed.
         fails = overflow > 0
         self._good_steps = torch.where(fails, 0, self._good_steps + 1)
         self._overflows = self._overflows + fails
@@ -124,91 +296,3 @@ class DeviceLossScale:
         smaller = torch.where(shrinks, (self.value / 2).clamp(min=1.0), self.value)
         self.value = torch.where(grows, self.value * 2, smaller)
         self._overflows = torch.where(grows, 0, self._overflows)
-
-
-class TiedEmbedding:
-    """Sum the gradients of the tied embedding, which the first and last pipeline stage share."""
-
-    def __init__(self, stages: Sequence[Stage], workers: Workers) -> None:
-        self.group: dist.ProcessGroup | None = None
-        self.table: Tensor | None = None
-        self.is_second_copy = False
-        tied = stages[0].gpt.config.tie_word_embeddings
-        if workers.mesh["pp"].size() == 1 or not tied:
-            return
-        first, last = workers.mesh.mesh[0].flatten(), workers.mesh.mesh[-1].flatten()
-        for ends in zip(first.tolist(), last.tolist(), strict=True):
-            group = dist.new_group(list(ends))
-            if workers.rank in ends:
-                self.group = group
-                self.is_second_copy = stages[-1].is_last
-                end = stages[-1] if self.is_second_copy else stages[0]
-                self.table = end.gpt.output.weight
-
-    def settle(self) -> None:
-        """Replace the gradients of both copies by their sum."""
-        if self.table is not None and self.table.grad is not None:
-            dist.all_reduce(local(self.table.grad), group=self.group)
-
-
-@torch.no_grad()
-def settle_partial(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum gradients for which each process of a mesh has only the contribution of its own tokens:
-    those of norms and biases with sequence parallelism, in one message."""
-    sums: dict[tuple[dist.ProcessGroup, torch.dtype], list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        gradient, weight = parameter.grad, parameter.data
-        if not isinstance(gradient, DTensor) or not isinstance(weight, DTensor):
-            continue
-        if gradient.placements == weight.placements:
-            continue
-        pairs = zip(gradient.placements, weight.placements, strict=True)
-        changed = [(dim, *pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1]]
-        dim, placement, wanted = changed[0]
-        if len(changed) == 1 and placement.is_partial("sum") and wanted.is_replicate():
-            sums[gradient.device_mesh.get_group(dim), gradient.dtype].append(parameter)
-        else:
-            parameter.grad = gradient.redistribute(placements=weight.placements)
-    for (group, _), partial in sums.items():
-        parts = [local(parameter.grad) for parameter in partial]
-        flat = torch.cat([x.flatten() for x in parts])
-        dist.all_reduce(flat, group=group)
-        settled = torch.split(flat, [x.numel() for x in parts])
-        for parameter, sum_ in zip(partial, settled, strict=True):
-            weight = parameter.data
-            parameter.grad = placed_as(weight, sum_.view_as(local(weight)))
-
-
-@torch.no_grad()
-def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torch.device) -> Tensor:
-    """This process's share of the squared global gradient norm, () float32; the shares of all
-    processes add up to it.
-
-    Args:
-        replicas: processes that hold the same layers; a gradient held by k of them counts 1/k.
-    """
-    pieces: dict[int, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        shards = 1
-        if isinstance(gradient, DTensor):
-            sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
-            shards = math.prod(size for placement, size in sizes if not placement.is_replicate())
-        # By the number of processes that hold the same values, so that each counts once.
-        pieces[replicas // shards].append(local(gradient))
-    total = torch.zeros((), device=device)
-    for copies, tensors in pieces.items():
-        norms = torch._foreach_norm([t for t in tensors if t.numel()], 2, dtype=torch.float32)
-        total += torch.stack(list(norms)).square().sum().to(device) / copies
-    return total
-
-
-@torch.no_grad()
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients in place by a factor ()."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
-        # Those of offloaded weights are on the CPU, which must wait for the value.
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))

@@ -41,7 +41,7 @@ from lathe.model.lora import LoraLinear
 from lathe.train import float8
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.float8 import require_float8
-from lathe.train.layout import configured_layout
+from lathe.train.layout import Layout, configured_layout
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
@@ -177,7 +177,17 @@ def build_stages(model: GPT, weights: Weights, recipe: Recipe, workers: Workers)
     stages = divide(model, recipe, workers)
     for stage in stages:
         stage.to_empty(device=workers.device)
-        _fill(stage.gpt, weights)
+        with torch.no_grad():
+            for name, tensor in [*stage.gpt.named_parameters(), *stage.gpt.named_buffers()]:
+                value = weights(name, tensor.shape)
+                if isinstance(tensor, DTensor):
+                    # torch has no public function for where a process's share of a tensor begins.
+                    shape, offset = compute_local_shape_and_global_offset(
+                        tensor.shape, tensor.device_mesh, tensor.placements
+                    )
+                    share = [slice(o, o + n) for o, n in zip(offset, shape, strict=True)]
+                    value, tensor = value[tuple(share)], tensor.to_local()
+                tensor.copy_(value)
     return stages
 
 
@@ -193,6 +203,39 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             `require_float8`.
     """
     layout = configured_layout(model.config, recipe, workers.size)
+    _require_supported(model, recipe, layout)
+    if layout.mp > 1 and workers.device.type == "cuda" and not recipe.Engine.compile:
+        log.warning(
+            "Distributed.mp_degree %d without Engine.compile: the CPU takes milliseconds to start "
+            "the kernels of a block, as a rule longer than a GPU takes to compute it",
+            layout.mp,
+        )
+    count = layout.pp * layout.virtual_pp
+    # On the meta device nothing is allocated: each process cuts out its stages, divides their
+    # tensors, and only then gets memory for its own parts (`build_stages`).
+    skeleton = copy.deepcopy(model.to("meta"))
+    if recipe.Engine.mix_precision.fp8:
+        require_float8(skeleton, recipe, layout, workers.device)
+        float8.insert(skeleton)
+    skeleton.set_recompute(recipe.Model.recompute)
+    stages = []
+    for index in range(workers.at("pp"), count, layout.pp):
+        # Tensor parallelism before FSDP, which shards what that leaves to this process.
+        part = _cut(skeleton, index, count)
+        stage = Stage(part, index, count, recipe, workers)
+        if layout.mp > 1:
+            _tensor_parallel(stage, workers.mesh["mp"])
+        if recipe.Engine.compile:
+            compile_blocks(part.blocks)
+        # Weights that are not sharded are replicas, see `lathe.train.passes`.
+        if layout.sharding > 1:
+            _fully_shard(stage, recipe, workers)
+        stages.append(stage)
+    return stages
+
+
+def _require_supported(model: GPT, recipe: Recipe, layout: Layout) -> None:
+    """Raise UserError if the model or the recipe has what its layout cannot train."""
     if layout.mp > 1 and recipe.Compress.Quantization.activation_preprocess_type == "PACT":
         raise UserError(
             f"PACT cannot be trained with Distributed.mp_degree {layout.mp}",
@@ -222,31 +265,6 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             "activation_quantize_type=moving_average_abs_max",
             Code.LAYOUT,
         )
-    if layout.mp > 1 and workers.device.type == "cuda" and not recipe.Engine.compile:
-        log.warning(
-            "Distributed.mp_degree %d without Engine.compile: the CPU takes milliseconds to start "
-            "the kernels of a block, as a rule longer than a GPU takes to compute it",
-            layout.mp,
-        )
-    count = layout.pp * layout.virtual_pp
-    skeleton = copy.deepcopy(model.to("meta"))
-    if recipe.Engine.mix_precision.fp8:
-        require_float8(skeleton, recipe, layout, workers.device)
-        float8.insert(skeleton)
-    skeleton.set_recompute(recipe.Model.recompute)
-    stages = []
-    for index in range(workers.at("pp"), count, layout.pp):
-        part = _cut(skeleton, index, count)
-        stage = Stage(part, index, count, recipe, workers)
-        if layout.mp > 1:
-            _tensor_parallel(stage, workers.mesh["mp"])
-        if recipe.Engine.compile:
-            compile_blocks(part.blocks)
-        # Weights that are not sharded are replicas, see `lathe.train.replicas`.
-        if layout.sharding > 1:
-            _fully_shard(stage, recipe, workers)
-        stages.append(stage)
-    return stages
 
 
 def compile_blocks(blocks: nn.ModuleList) -> None:
@@ -389,17 +407,3 @@ def _fully_shard(stage: Stage, recipe: Recipe, workers: Workers) -> None:
     for block in stage.gpt.blocks:
         shard(block, reshard_after_forward=sharding.sharding_stage == 3)
     shard(stage, reshard_after_forward=False)
-
-
-@torch.no_grad()
-def _fill(part: GPT, weights: Weights) -> None:
-    for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
-        value = weights(name, tensor.shape)
-        if isinstance(tensor, DTensor):
-            # torch has no public function for where a process's share of a tensor begins.
-            shape, offset = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )
-            value = value[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-            tensor = tensor.to_local()
-        tensor.copy_(value)

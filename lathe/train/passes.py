@@ -1,10 +1,12 @@
-"""Forward and backward passes of one optimizer step, without or with pipeline parallelism."""
+"""Forward and backward passes of one optimizer step, without or with pipeline parallelism, and the
+averaging of gradients over data-parallel replicas while the last backward pass runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -16,13 +18,98 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lathe.train.batch import Batch
+from lathe.train.batches import Batch
 from lathe.train.distill import Teacher
-from lathe.train.half_weights import HalfWeights
+from lathe.train.optimizer import HalfWeights, local, placed_as
 from lathe.train.parallel import Counted, Documents, Stage
-from lathe.train.replicas import Replicas
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
+
+BUCKET_BYTES = 2**26
+"""Bytes of a message: enough for the full bandwidth of a network, few enough that the last one,
+which nothing hides, is short."""
+
+
+class Replicas:
+    """Averages gradients over the processes of a group, all of which have the same weights.
+
+    Each message of about `BUCKET_BYTES` is sent as soon as the last backward pass of a step has
+    made its gradients, while that pass computes others, as by torch's DistributedDataParallel (Li
+    et al. 2020, arXiv:2006.15704).
+
+    That class reduces the gradients of whatever its module's forward pass uses, in their own data
+    type. Here, the loss uses the head outside of it, and with `HalfWeights` a weight's gradient is
+    the float32 sum of those of its 16-bit copy.
+
+    Args:
+        weights: those that are trained, in the order of the forward pass.
+        half_weights: their copies, which the passes compute with.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        half_weights: HalfWeights | None,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.half_weights, self.group = half_weights, group
+        # Fill buckets in the order in which the backward pass makes the gradients.
+        self._buckets: list[list[nn.Parameter]] = []
+        size = BUCKET_BYTES
+        for weight in reversed(weights):
+            if size >= BUCKET_BYTES:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(weight)
+            size += local(weight).numel() * 4  # gradients are float32
+        self._missing = [0] * len(self._buckets)
+        self._sent: list[dist.Work] | None = None  # None: gradients are not complete yet
+        for index, bucket in enumerate(self._buckets):
+
+            def count_down(_: Tensor, index: int = index) -> None:
+                if self._sent is None:  # not the last micro-batch
+                    return
+                self._missing[index] -= 1
+                # In the same order in all processes, whichever gradients come first: collectives
+                # of one group have to match.
+                while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+                    self._send()
+
+            for weight in bucket:
+                leaf = half_weights.copy(weight) if half_weights else weight
+                leaf.register_post_accumulate_grad_hook(count_down)  # type: ignore[no-untyped-call]
+
+    def expect_last(self) -> None:
+        """The next backward pass is the last one of the step."""
+        self._missing, self._sent = [len(bucket) for bucket in self._buckets], []
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Wait until all gradients are averaged; sends those that no pass of a step has made a
+        last time, of a weight that it did not use."""
+        self._sent = self._sent or []
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for work in self._sent:
+            work.wait()
+        self._sent = None
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Begin to average the next bucket, in place of its gradients."""
+        assert self._sent is not None
+        bucket = self._buckets[len(self._sent)]
+        if self.half_weights is not None:
+            self.half_weights.collect_gradients(bucket)
+        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in bucket]
+        # Gradients become views of the message, so that the sums need not be copied back.
+        flat = torch.cat([local(gradient).flatten() for gradient in gradients])
+        parts = torch.split(flat, [local(gradient).numel() for gradient in gradients])
+        for weight, gradient, part in zip(bucket, gradients, parts, strict=True):
+            weight.grad = placed_as(gradient, part.view_as(local(gradient)))
+        work = dist.all_reduce(flat, dist.ReduceOp.AVG, self.group, async_op=True)
+        assert work is not None
+        self._sent.append(work)
 
 
 class Passes:
@@ -76,7 +163,7 @@ class Passes:
             else:
                 loss = self.stage.loss(self.stage(inputs), targets, guide) / len(batches)
             if self.replicas is not None and is_last:
-                self.replicas.expect_last()  # which also collects what is left to collect
+                self.replicas.expect_last()  # it collects the copies' gradients as it sends them
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
             if self.half_weights is not None and not (self.replicas and is_last):
                 self.half_weights.collect_gradients()
@@ -125,6 +212,8 @@ class PipelinePasses:
         shards = workers.mesh["mp"].size() if stages[0].sequence_parallel else 1
         T = recipe.Data.Train.dataset.max_seq_len
         pure = recipe.Engine.mix_precision.is_pure
+        # Stages allocate what they receive in advance, by these shapes. With sequence parallelism
+        # they exchange only this process's tokens.
         ids = torch.empty(batch.micro, T, dtype=torch.int64, device="meta")
         hidden = torch.empty(
             *(batch.micro, T // shards, stages[0].gpt.config.n_embd),
@@ -145,6 +234,8 @@ class PipelinePasses:
             )
             link.half_weights = half_weights
             links.append(link)
+        # `scale_grads` would divide gradients by the number of micro-batches; `_loss` has scaled
+        # the loss by then.
         self.train_schedule: _PipelineSchedule
         self.eval_schedule: _PipelineSchedule
         if len(links) > 1:
@@ -183,11 +274,19 @@ class PipelinePasses:
         self.counted = iter([counted._replace(share=1.0)]) if counted else None
         missing = self.batch.micro - len(tokens)
         whole = torch.cat([tokens, tokens[:1].expand(missing, -1)])
+        if documents:  # of padding, every row is a document
+            sizes, positions = documents[0]
+            T = positions.shape[1]
+            padding = torch.arange(T, device=positions.device).expand(missing, -1)
+            whole_positions = torch.cat([positions, padding])
+            documents = [Documents(sizes + missing * (T,), whole_positions)]
         for stage in self.stages:
-            stage.documents = iter([_filled(x, missing) for x in documents]) if documents else None
+            stage.documents = iter(documents) if documents else None
         return self._run(self.eval_schedule.eval, whole, tokens[:, 1:]).sum()
 
     def _run(self, step: Callable[..., object], tokens: Tensor, targets: Tensor) -> Tensor:
+        # A schedule takes arguments only where they are used: ids by the first stage, targets by
+        # the last one, which alone fills `losses`.
         inputs = [tokens[:, :-1].contiguous()] if self.stages[0].is_first else []
         losses: list[Tensor] = []
         last = {"target": targets, "losses": losses} if self.stages[-1].is_last else {}
@@ -201,10 +300,3 @@ class PipelinePasses:
         counted = next(self.counted) if self.counted else None
         loss = self.stages[-1].loss(hidden[: len(targets)], targets, counted=counted)
         return loss * (self.factor * (counted.share if counted else 1.0))
-
-
-def _filled(documents: Documents, rows: int) -> Documents:
-    """The documents, and for padding one document per row."""
-    T = documents.positions.shape[1]
-    more = torch.arange(T, device=documents.positions.device).expand(rows, -1)
-    return Documents(documents.sizes + rows * (T,), torch.cat([documents.positions, more]))

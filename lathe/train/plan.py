@@ -8,11 +8,10 @@ import torch
 from rich.table import Table
 
 from lathe.model.config import GPTConfig
-from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout, configured_layout, global_batch, options, possible_layouts
 from lathe.train.memory import Memory, estimate
 from lathe.train.shape import model_config, trained_adapters
-from lathe.train.speed import GPUS, Gpu, StepTime, bubble_share, step_time
+from lathe.train.speed import GPUS, Gpu, StepTime, bubble_share, data_sheet_flops, step_time
 from lathe_base.config.recipe import shipped_recipes
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError, printable

@@ -12,7 +12,7 @@ from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.gpt import GPT, initial_weight
-from lathe.train.capacity import require_capacity
+from lathe.train.memory import require_capacity
 from lathe.train.result import TrainResult
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.shape import model_config

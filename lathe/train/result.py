@@ -1,20 +1,21 @@
-"""The output folder of a training run: which run it belongs to, and a finished run's figures."""
+"""The output folder of a training run: which run it belongs to, a finished run's figures, and the
+answers of a finetuned model."""
 
 import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lathe.data.tokens import TokenDataset
 from lathe.model.folder import MARKER, read_marker
-from lathe.train.batch import resolve_batch
-from lathe.train.saved import committed_steps
+from lathe.train.batches import resolve_batch
 from lathe.train.schedule import learning_rate
+from lathe.train.state_folder import committed_steps
 from lathe.train.trace import EVENTS, LOG, TRACE
 from lathe_base.artifacts.kinds import CHECKPOINT, STATE, checked, read_json
 from lathe_base.config.settings import LearningRate, MixPrecision, Recipe
@@ -39,6 +40,8 @@ Identity = dict[str, Any]
 SHOWN_DIFFERENCES = 5
 KERNELS = "kernels"
 """Folder of the compiled kernels, among the saved states of a run."""
+SAMPLES = "samples.json"
+"""Answers of a model before and after finetuning, a file of its checkpoint."""
 FLIGHT = "flight"
 """Folder of the last collectives of each process, after one has not ended in time."""
 
@@ -154,39 +157,41 @@ def claim(output: Path, identity: Identity) -> None:
     earlier = _read_claim(output)
     if earlier is None:
         raise foreign_files_error(output, names)
-    names = [key for key in identity if key != RECIPE and earlier.get(key) != identity[key]]
-    if names and _has_results(output):
-        if names == ["settings"] and _is_extension(earlier, identity):
-            _require_state(output, earlier)
-            log.warning("%s: %s", output, _extension(earlier[RECIPE], identity[RECIPE]))
-            return
-        changed = _changed(earlier.get(RECIPE) or {}, identity.get(RECIPE) or {})
-        more = f": {', '.join(changed)}" if "settings" in names and changed else ""
-        raise UserError(
-            f"{output}: contains a run with different {' and '.join(names)}{more}",
-            "give another --output, delete the folder, or resume it with its original settings",
-            Code.STATE_MISMATCH,
-        )
-
-
-def _is_extension(claimed: Identity, identity: Identity) -> bool:
-    """Whether a run differs from another only in having more steps and a longer schedule."""
-    before, after = (flat(run.get(RECIPE) or {}) for run in (claimed, identity))
-    old, new = before.pop(MAX_STEPS, 0), after.pop(MAX_STEPS, 0)
-    before.pop(DECAY_STEPS, None), after.pop(DECAY_STEPS, None)
-    return before == after and 0 < old < new
-
-
-def _require_state(output: Path, claimed: Identity) -> None:
-    """Raise UserError if a run is finished and its training state was deleted."""
-    if (output / MARKER).is_file() and not committed_steps(output / STATE):
-        raise UserError(
-            f"{output}: finished after {flat(claimed[RECIPE])[MAX_STEPS]} steps, and its training "
-            "state was deleted: it cannot be extended",
-            "to extend a run later, train it with Engine.save_load.keep_final=true; or start from "
-            "its weights with another --output and, for pretrain, --init",
-            Code.INCOMPLETE,
-        )
+    different = [key for key in identity if key != RECIPE and earlier.get(key) != identity[key]]
+    if not different or not _has_results(output):
+        return
+    # A run that differs only in having more steps and a longer schedule is an extension.
+    before, after = (flat(run.get(RECIPE) or {}) for run in (earlier, identity))
+    old, new = before.get(MAX_STEPS, 0), after.get(MAX_STEPS, 0)
+    fixed = [
+        {key: value for key, value in run.items() if key not in (MAX_STEPS, DECAY_STEPS)}
+        for run in (before, after)
+    ]
+    if different == ["settings"] and fixed[0] == fixed[1] and 0 < old < new:
+        if (output / MARKER).is_file() and not committed_steps(output / STATE):
+            raise UserError(
+                f"{output}: finished after {old} steps, and its training state was deleted: it "
+                "cannot be extended",
+                "to extend a run later, train it with Engine.save_load.keep_final=true; or start "
+                "from its weights with another --output and, for pretrain, --init",
+                Code.INCOMPLETE,
+            )
+        log.warning("%s: %s", output, _extension(earlier[RECIPE], identity[RECIPE]))
+        return
+    # The settings that differ, as `Engine.max_steps=150, now 60`; the first few of many.
+    changed = [
+        f"{key}={before[key]}, now {after[key]}"
+        for key in sorted(before.keys() & after.keys())
+        if before[key] != after[key]
+    ]
+    if (rest := len(changed) - SHOWN_DIFFERENCES) > 0:
+        changed = [*changed[:SHOWN_DIFFERENCES], f"and {rest} more"]
+    more = f": {', '.join(changed)}" if "settings" in different and changed else ""
+    raise UserError(
+        f"{output}: contains a run with different {' and '.join(different)}{more}",
+        "give another --output, delete the folder, or resume it with its original settings",
+        Code.STATE_MISMATCH,
+    )
 
 
 def _extension(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -209,18 +214,6 @@ def is_finished(output: Path, identity: Identity) -> bool:
     return (output / MARKER).is_file() and claim.get("settings") == identity["settings"]
 
 
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The settings that differ, as `Engine.max_steps=150, now 60`; the first few of many."""
-    old, new = flat(before), flat(after)
-    changes = [
-        f"{key}={old[key]}, now {new[key]}"
-        for key in sorted(old.keys() & new.keys())
-        if old[key] != new[key]
-    ]
-    rest = len(changes) - SHOWN_DIFFERENCES
-    return changes if rest <= 0 else [*changes[:SHOWN_DIFFERENCES], f"and {rest} more"]
-
-
 @contextmanager
 def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]:
     """`claim` a folder, created if necessary, and lock it during the block.
@@ -238,6 +231,7 @@ def claimed(output: Path, identity: Identity, *inputs: Source) -> Iterator[None]
         try:
             yield
         except BaseException:
+            # What has trained a step stays: it can be resumed, or at least read.
             if not _has_results(output) and not (output / TRACE).exists():
                 remove_run(output)
             raise
@@ -296,3 +290,31 @@ def read_result(output: Path) -> TrainResult:
     """
     metrics = {"folder": output, **read_marker(output)["metrics"]}
     return checked(metrics, TrainResult, str(output / MARKER), "train the model again")
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """The last answer of a validation conversation: `expected` is the data's."""
+
+    prompt: str
+    expected: str
+    before: str
+    after: str
+
+
+def write_answers(folder: Path, answers: Sequence[SampleAnswer]) -> None:
+    """Write the answers into a checkpoint's folder."""
+    text = json.dumps([asdict(answer) for answer in answers], ensure_ascii=False, indent=2)
+    (folder / SAMPLES).write_text(text + "\n", encoding="utf-8")
+
+
+def read_answers(folder: Path) -> list[SampleAnswer]:
+    """The answers in a checkpoint's folder; empty for one that was not finetuned on conversations.
+
+    Raises:
+        UserError: the file is broken.
+    """
+    path, hint = folder / SAMPLES, "finetune the model again"
+    if not path.is_file():
+        return []
+    return checked(read_json(path, hint, list), list[SampleAnswer], str(path), hint)

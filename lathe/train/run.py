@@ -17,10 +17,9 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest, training_origin
 from lathe.model.gpt import GPT
 from lathe.model.lora import is_adapter
-from lathe.train.batch import resolve_batch
-from lathe.train.batches import open_data
-from lathe.train.capacity import require_batches
+from lathe.train.batches import open_data, resolve_batch
 from lathe.train.distill import Teacher
+from lathe.train.memory import require_batches
 from lathe.train.nccl import flight_recorder
 from lathe.train.parallel import Stage, Weights, build_stages, compile_blocks
 from lathe.train.result import (

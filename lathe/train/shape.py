@@ -11,7 +11,7 @@ from lathe_base.errors import Code, UserError
 
 VOCAB_MULTIPLE = 128
 StageName = Literal["pretrain", "finetune", "prune", "quantize"]
-OF_ROTARY = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+ROTARY_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
@@ -32,12 +32,17 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
             "choose a number of key-value heads that divides it",
             Code.INVALID_VALUE,
         )
+    # Rows of the token embedding are padded so that tensor parallelism divides them evenly.
+    if m.vocab_size_divisible_unit:
+        multiple = m.vocab_size_divisible_unit * recipe.Distributed.mp_degree
+    else:
+        multiple = 1 if m.vocab_size else VOCAB_MULTIPLE
     tie = m.tie_word_embeddings
     rope = _rope(m, family) if family.positions == "rotary" else None
     window = m.sliding_window or (family.defaults["sliding_window"] if family.local_theta else None)
     values = {**family.defaults, "sliding_window": window, "use_sliding_window": True}
     config = GPTConfig(
-        vocab_size=_padded_vocabulary(recipe, data_vocab_size),
+        vocab_size=-(-(m.vocab_size or data_vocab_size) // multiple) * multiple,
         n_positions=m.max_position_embeddings,
         n_embd=m.hidden_size,
         head_dim=m.head_dim or m.hidden_size // m.num_attention_heads,
@@ -61,16 +66,6 @@ def model_config(recipe: Recipe, data_vocab_size: int) -> GPTConfig:
     return config
 
 
-def _padded_vocabulary(recipe: Recipe, data_vocab_size: int) -> int:
-    """Rows of the token embedding; tensor parallelism divides padded ones evenly."""
-    m = recipe.Model
-    if m.vocab_size_divisible_unit:
-        multiple = m.vocab_size_divisible_unit * recipe.Distributed.mp_degree
-    else:
-        multiple = 1 if m.vocab_size else VOCAB_MULTIPLE
-    return -(-(m.vocab_size or data_vocab_size) // multiple) * multiple
-
-
 def _rope(settings: ModelSettings, family: Architecture) -> Rope:
     rope_settings = {
         "rope_theta": settings.rope_theta,
@@ -86,7 +81,7 @@ def _require_family_settings(settings: ModelSettings, family: Architecture) -> N
     """Raise UserError for a given setting that the family does not have."""
     foreign = {
         **dict.fromkeys(("num_key_value_heads", "head_dim"), not family.has_head_dim),
-        **dict.fromkeys(OF_ROTARY, family.positions != "rotary"),
+        **dict.fromkeys(ROTARY_KEYS, family.positions != "rotary"),
         "rms_norm_eps": family.norm != "rms_norm",
         "sliding_window": family.layer_types is None,
         "tie_word_embeddings": settings.tie_word_embeddings

@@ -1,19 +1,26 @@
-"""Step time of a training layout: a model to rank layouts, not a prediction.
+"""Step time of a training layout, a model to rank layouts and not a prediction; and the peak FLOP/s
+of a device, for MFU.
 
 Matrix products take their FLOPs, all else its memory traffic, and the GPU waits where the host
 cannot launch kernels as fast. For a DGX A100, Korthikanti et al. (2022, arXiv:2205.05198, table 5)
 published step times of 22 to 1000 billion parameters: the model is within 35 % of them, and within
 12 % of their ratios between layouts. On one H200, it is within 10 % of what 345M was measured at.
+
+MFU, model FLOPs utilization, is the model's FLOPs per token x tokens/s / peak (PaLM, Chowdhery et
+al. 2022, appendix B).
 """
 
 import math
+import re
+import time
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lathe.model.config import GPTConfig
-from lathe.train.flops import data_sheet_flops
 from lathe.train.layout import Layout
 from lathe.train.memory import FLOAT
 from lathe_base.config.settings import Recipe
@@ -46,39 +53,32 @@ GPUS = {
     "B200": Gpu("NVIDIA B200", 180e9, 8.0e12, 900e9, 50e9),
 }
 """By the name that `lathe plan --gpu` takes."""
+# Dense TFLOP/s of NVIDIA's data sheets: float16, bfloat16, TF32, float32; 0 where the hardware has
+# no such unit. The first name that is found in the device's counts.
+DATA_SHEETS: dict[str, tuple[float, float, float, float]] = {
+    r"B200": (2250, 2250, 1125, 75),
+    r"H20": (148, 148, 74, 44),
+    r"H100 PCIe": (756, 756, 378, 51),
+    r"H[12]00 NVL": (835, 835, 417, 60),
+    r"G?H200|H100": (989, 989, 494, 67),
+    r"A100": (312, 312, 156, 19.5),
+    r"V100-SXM[23]": (125, 0, 0, 15.7),
+    r"V100-PCIE": (112, 0, 0, 14),
+    r"L40S": (362, 362, 183, 91.6),
+    r"L4": (121, 121, 60, 30.3),
+    r"A10": (125, 125, 62.5, 31.2),
+    r"T4": (65, 0, 0, 8.1),
+}
 EFFICIENCY = 0.58  # of the data sheet's FLOP/s, by matrix products of a training's shapes
 REACHED = 0.85  # of the data sheet's bytes/s, by elementwise kernels
 TRAFFIC = 260  # bytes that these move per token, channel and layer: benchmarks/roofline.py
 COMPILED_TRAFFIC = 0.5  # of that, where they are fused: an assumption, not measured
 HOST_SECONDS = {"plain": (3.2e-4, 1.6e-4), "mp": (7.4e-3, 3.2e-3)}
-"""Seconds in which a CPU starts a block's kernels, eager and compiled. With tensor parallelism as
-measured on one core of a Xeon; without, 40 operations of 8 us, and half of that."""
+"""Seconds in which a CPU starts the kernels of a block and a micro-batch, forward and backward,
+eager and compiled. With tensor parallelism, whose operations are DTensors' with layouts to compute,
+as measured on one core of a Xeon; without, 40 operations of 8 us, and half of that."""
 BLOCK_SECONDS = 8e-5  # between the some 40 kernels of a block and a micro-batch, 2 us each
 OVERLAP = 0.9  # of sharding's communication, at most this part is hidden behind compute
-
-
-def known_gpu(name: str | None) -> Gpu | None:
-    """The GPU of that name, or this machine's, with the memory that it has; None if there is none,
-    or none of `GPUS`.
-
-    Raises:
-        UserError: an unknown name.
-    """
-    if name is not None:
-        if name.upper() in GPUS:
-            return GPUS[name.upper()]
-        raise UserError(
-            f"--gpu {printable(name)}: unknown model",
-            f"choose the nearest of {', '.join(GPUS)}, and give --memory",
-            Code.UNKNOWN_NAME,
-        )
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    for model, gpu in GPUS.items():
-        if model in properties.name:
-            return gpu._replace(memory=float(properties.total_memory))
-    return None
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,12 @@ def step_time(
     compute, again = _compute(config, recipe, layout, gpu)
     seconds = _seconds(layout, volume(config, recipe, layout), gpus_per_node, gpu)
     waiting = (seconds["mp"] + seconds["pp"]) / micro_batches
-    launching = _max_layers(config, layout) * host_seconds(layout, recipe.Engine.compile)
+    # Where the host takes longer to launch a micro-batch's kernels than the GPU to run them.
+    eager, compiled = HOST_SECONDS["mp" if layout.mp > 1 else "plain"]
+    launching = _max_layers(config, layout) * (compiled if recipe.Engine.compile else eager)
     idle = max(0.0, launching - compute - again - waiting)
     busy = micro_batches * (compute + again + waiting + idle)
+    # Sharding's messages hide behind the last micro-batch, or from stage 2 on behind all of them.
     beside = compute + again
     if layout.pp > 1:
         beside = 0  # torch's schedules reduce when all backward passes are through
@@ -138,13 +141,6 @@ def bubble_share(layout: Layout) -> float:
     """Share of a step in which a pipeline's GPU is idle (the bubble)."""
     idle = layout.pp - 1
     return idle / (layout.virtual_pp * layout.accumulate_steps + idle)
-
-
-def host_seconds(layout: Layout, is_compiled: bool) -> float:
-    """Seconds in which a process launches the kernels of a block, forward and backward, of a
-    micro-batch. The operations of tensor parallelism are DTensors', whose layouts it computes."""
-    eager, compiled = HOST_SECONDS["mp" if layout.mp > 1 else "plain"]
-    return compiled if is_compiled else eager
 
 
 def _compute(config: GPTConfig, recipe: Recipe, layout: Layout, gpu: Gpu) -> tuple[float, float]:
@@ -187,13 +183,18 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
         again = {None: 0, "full": rows, "full_attn": 1, "core_attn": 0}[layout.recompute]
         dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
         # Fake quantization reads what the norms give, see `lathe.train.parallel`.
-        column = _element(recipe) if recipe.Compress.Quantization.enable else dtype.itemsize
+        column = _element_bytes(recipe) if recipe.Compress.Quantization.enable else dtype.itemsize
         layer = 2 * ((rows + again) * dtype.itemsize + rows * column) * hidden
         volumes["mp"] = float(steps * _max_layers(config, layout) * layer)
-        volumes["mp"] += steps * _ends(config, recipe, layout, hidden)
+        # The first stage sums the embeddings too and, if it is also the last stage, the head's
+        # gradient of the gathered hidden states.
+        learned = config.architecture.positions == "learned"
+        embedded = 2 * (hidden + hidden // layout.micro_batch * learned)
+        head = (2 + layout.sequence_parallel) * hidden if layout.pp == 1 else 0
+        volumes["mp"] += steps * float(_element_bytes(recipe) * (embedded + head))
     if layout.pp > 1:  # hidden states and their gradients to and from each of its stages
         size = hidden // layout.mp if layout.sequence_parallel else hidden
-        volumes["pp"] = float(steps * 2 * layout.virtual_pp * size * _element(recipe))
+        volumes["pp"] = float(steps * 2 * layout.virtual_pp * size * _element_bytes(recipe))
         if config.tie_word_embeddings:  # the first and the last stage sum their gradients of it
             volumes["pp"] += 2.0 * FLOAT * config.vocab_size / layout.mp * config.n_embd
     # Weights gathered and gradients reduced over `sharding`, then over `dp`.
@@ -202,19 +203,10 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
         stage = layout.sharding_stage if layout.pp == 1 else 1
         gathers = 2 * steps if stage == 3 else 1
         reductions = steps if stage > 1 else 1
-        volumes["sharding"] = parameters * (gathers * _element(recipe) + reductions * FLOAT)
+        volumes["sharding"] = parameters * (gathers * _element_bytes(recipe) + reductions * FLOAT)
     if layout.dp > 1:
         volumes["dp"] = 2 * FLOAT * parameters / layout.sharding
     return volumes
-
-
-def _ends(config: GPTConfig, recipe: Recipe, layout: Layout, hidden: int) -> float:
-    """Bytes that tensor parallelism sums per micro-batch at the first stage: the embeddings and, if
-    it is also the last stage, the head's gradient of the gathered hidden states."""
-    learned = config.architecture.positions == "learned"
-    embedded = 2 * (hidden + hidden // layout.micro_batch * learned)
-    head = (2 + layout.sequence_parallel) * hidden if layout.pp == 1 else 0
-    return float(_element(recipe) * (embedded + head))
 
 
 def _seconds(
@@ -229,25 +221,12 @@ def _seconds(
         bandwidth = gpu.nvlink
         if dim != "mp":
             bandwidth = _bandwidth(strides[dim], members, gpus_per_node, gpu)
-        seconds[dim] = _ring(members, sizes[dim], bandwidth)
+        # To gather or reduce-scatter along a ring; an all-reduce is both.
+        seconds[dim] = (members - 1) / members * sizes[dim] / bandwidth
     if "pp" in sizes:
         bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node, gpu)
         seconds["pp"] = sizes["pp"] / min(bandwidth, gpu.nvlink)
     return seconds
-
-
-def _max_layers(config: GPTConfig, layout: Layout) -> int:
-    return max(layout.layers(rank, config.n_layer) for rank in range(layout.pp))
-
-
-def _element(recipe: Recipe) -> int:
-    """Bytes per element of weights and hidden states as they are sent."""
-    return 2 if recipe.Engine.mix_precision.is_pure else FLOAT
-
-
-def _ring(members: int, size: float, bandwidth: float) -> float:
-    """Seconds to gather or reduce-scatter `size` bytes; an all-reduce is both."""
-    return (members - 1) / members * size / bandwidth
 
 
 def _bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float:
@@ -256,3 +235,83 @@ def _bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float
     if stride * members <= gpus_per_node:
         return gpu.nvlink
     return min(gpu.nvlink, gpu.network * max(1, gpus_per_node // stride))
+
+
+def _max_layers(config: GPTConfig, layout: Layout) -> int:
+    return max(layout.layers(rank, config.n_layer) for rank in range(layout.pp))
+
+
+def _element_bytes(recipe: Recipe) -> int:
+    """Bytes per element of weights and hidden states as they are sent."""
+    return 2 if recipe.Engine.mix_precision.is_pure else FLOAT
+
+
+def known_gpu(name: str | None) -> Gpu | None:
+    """The GPU of that name, or this machine's, with the memory that it has; None if there is none,
+    or none of `GPUS`.
+
+    Raises:
+        UserError: an unknown name.
+    """
+    if name is not None:
+        if name.upper() in GPUS:
+            return GPUS[name.upper()]
+        raise UserError(
+            f"--gpu {printable(name)}: unknown model",
+            f"choose the nearest of {', '.join(GPUS)}, and give --memory",
+            Code.UNKNOWN_NAME,
+        )
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    for model, gpu in GPUS.items():
+        if model in properties.name:
+            return gpu._replace(memory=float(properties.total_memory))
+    return None
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s of matrix products of a GPU in `dtype`: from its data sheet, or for unknown GPUs
+    and MIG slices measured with one large product in about 0.2 s; None for a CPU, whose peak other
+    processes share.
+
+    float32 counts as TF32 where torch would use it (`torch.set_float32_matmul_precision`).
+    """
+    if device.type != "cuda":
+        return None
+    known = data_sheet_flops(torch.cuda.get_device_name(device), dtype)
+    return known or measured_flops(device, dtype)
+
+
+def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
+    """FLOP/s of the GPU with this driver name; 0 if it is unknown."""
+    is_tf32 = torch.get_float32_matmul_precision() != "highest"
+    for pattern, (half, bfloat, tf32, single) in DATA_SHEETS.items():
+        if re.search(rf"\b({pattern})\b", name) and "MIG" not in name:
+            single = tf32 if is_tf32 and tf32 else single
+            peaks = {torch.float16: half, torch.bfloat16: bfloat, torch.float32: single}
+            return 1e12 * peaks.get(dtype, 0)
+    return 0
+
+
+@cache
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product; lower than the peak if other processes share the device."""
+    size, seconds = 256, 0.0
+    while seconds < 0.01 and size < 16384:  # large enough to make launch overhead negligible
+        size *= 2
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        _product_seconds(matrix)
+        seconds = _product_seconds(matrix)
+    ends = time.perf_counter() + 0.15
+    while time.perf_counter() < ends:
+        seconds = min(seconds, _product_seconds(matrix))
+    return 2 * size**3 / seconds
+
+
+def _product_seconds(matrix: Tensor) -> float:
+    started = time.perf_counter()
+    matrix @ matrix
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return time.perf_counter() - started

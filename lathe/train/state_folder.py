@@ -1,30 +1,40 @@
 """The folder of a run's saved states: each is written to a temporary name and committed by rename.
 
+`state/step_00000200/` holds the tensors of every process and, written last, `trainer.json` with the
+size and SHA-256 of each file and of itself. States of earlier versions list only the sizes.
+
 Nodes may share a disk or have separate ones. With separate disks each node keeps what its processes
 write, and the output must have a mirror that collects all of it.
 """
 
+import json
 import logging
 import os
+import re
 import secrets
 import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lathe.train.group import Group
-from lathe.train.saved import (
-    METADATA,
-    PARTIAL,
-    committed_steps,
-    compute_digests,
-    damage,
-    step_name,
-    write_metadata,
-)
+from lathe_base.artifacts.kinds import checked
+from lathe_base.artifacts.kinds import read_metadata as read_saved
+from lathe_base.artifacts.metadata import Count, FileName, Metadata, Sha256
 from lathe_base.artifacts.mirror import Mirror
 from lathe_base.errors import Code, StageError, UserError
+from lathe_base.storage import digest, sha256
 
 log = logging.getLogger("lathe")
+STEP = re.compile(r"step_(\d{8})")
+METADATA = "trainer.json"
+METADATA_DIGEST = "metadata_sha256"
+"""Key of the digest of all other values of the metadata."""
+PARTIAL = ".partial"
+HASHING_THREADS = 8
+HINT = "delete the folder: the run then resumes from the checkpoint before it"
+T = TypeVar("T")
 
 
 class StateFolder:
@@ -61,7 +71,7 @@ class StateFolder:
 
     def partial(self, step: int) -> Path:
         """The temporary folder for the files of a step, each written by one process."""
-        return self.folder / f"{step_name(step)}{PARTIAL}"
+        return self.folder / f"step_{step:08d}{PARTIAL}"
 
     def seal(self, partial: Path) -> None:
         """Compute the digests of the files on this disk, which all its processes have written, and
@@ -70,7 +80,7 @@ class StateFolder:
             return
         self._digests = compute_digests(partial.iterdir())
         if self.mirror:
-            self.mirror.copy(_final(partial).name, sorted(partial.iterdir()))
+            self.mirror.copy(partial.name.removesuffix(PARTIAL), sorted(partial.iterdir()))
 
     def commit(self, partial: Path, extra: dict[str, Any]) -> None:
         """Make it the newest saved state, and delete all but the last `keep`; call it after `seal`.
@@ -84,11 +94,11 @@ class StateFolder:
         files: list[dict[str, tuple[int, str]]] = [{}]
         if self._leads_disk:
             files = [{n: ((partial / n).stat().st_size, d) for n, d in self._digests.items()}]
-        if not self.is_one_disk:
+        if not self.is_one_disk:  # the metadata lists the files of all nodes
             files = self.group.gather(files[0])
         if not self._leads_disk:
             return
-        final = _final(partial)
+        final = partial.with_name(partial.name.removesuffix(PARTIAL))
         listed = dict(pair for by_name in files for pair in by_name.items())
         sizes = {name: size for name, (size, _) in listed.items()}
         digests = {name: value for name, (_, value) in listed.items()}
@@ -115,11 +125,22 @@ class StateFolder:
         Raises:
             UserError: there are states, and all of them are corrupt.
         """
-        names: set[str] = {name for names in self.group.gather(self._names()) for name in names}
+        # One process per disk lists its states and those in the mirror, and verifies each of them.
+        local: list[str] = []
+        if self._leads_disk:
+            local = [path.name for path in committed_steps(self.folder)]
+            local += self.mirror.steps() if self.mirror else []
+        names: set[str] = {name for names in self.group.gather(local) for name in names}
         skipped: list[str] = []
         for name in sorted(names, reverse=True):
-            path = self.folder / name
-            reasons = self.group.gather(self._damage(path) if self._leads_disk else "")
+            path, reason = self.folder / name, ""
+            if self._leads_disk:
+                is_absent = not (path / METADATA).is_file()
+                if self.mirror and is_absent and name in self.mirror.steps():
+                    self.mirror.fetch(name)
+                reason = damage(path)
+            # Corrupt on one node is corrupt for all: every process resumes from the same state.
+            reasons = self.group.gather(reason)
             if not any(reasons):
                 if self.group.is_first:
                     for reason in skipped:
@@ -155,18 +176,22 @@ class StateFolder:
             )
         return self.current
 
-    def _names(self) -> list[str]:
-        """Names of the states on this disk and in the mirror."""
-        if not self._leads_disk:
-            return []
-        copied = self.mirror.steps() if self.mirror else []
-        return [*(path.name for path in committed_steps(self.folder)), *copied]
 
-    def _damage(self, path: Path) -> str:
-        """What is wrong with a state on this disk, where it is fetched to if it is absent."""
-        if self.mirror and not (path / METADATA).is_file() and path.name in self.mirror.steps():
-            self.mirror.fetch(path.name)
-        return damage(path)
+def _leads_disk(folder: Path, group: Group) -> bool:
+    """Whether this process does what is done once per disk: it has rank 0, or is the first of a
+    node that does not see the files of rank 0."""
+    # Nodes may have mounted different disks under one path, so the path says nothing: rank 0 writes
+    # a token of its own, and a process that reads another one, or none, does not share its disk.
+    token, probe = group.gather(secrets.token_hex())[0], folder / ".first"
+    if group.is_first:
+        probe.write_text(token, encoding="utf-8")
+    group.barrier()
+    # Between two barriers: the file is written, and not yet deleted.
+    sees = probe.is_file() and probe.read_text(encoding="utf-8") == token
+    group.barrier()
+    if group.is_first:
+        probe.unlink()
+    return group.is_first or (int(os.environ.get("LOCAL_RANK", 0)) == 0 and not sees)
 
 
 def unwritable(partial: Path, reason: BaseException) -> StageError:
@@ -178,20 +203,71 @@ def unwritable(partial: Path, reason: BaseException) -> StageError:
     )
 
 
-def _final(partial: Path) -> Path:
-    return partial.with_name(partial.name.removesuffix(PARTIAL))
+def committed_steps(folder: Path) -> list[Path]:
+    """Saved states, oldest first; on a node with its own disk, its part of them."""
+    return sorted(p for p in folder.glob("step_*") if STEP.fullmatch(p.name))
 
 
-def _leads_disk(folder: Path, group: Group) -> bool:
-    """Whether this process does what is done once per disk: it has rank 0, or is the first of a
-    node that does not see the files of rank 0."""
-    token, probe = group.gather(secrets.token_hex())[0], folder / ".first"
-    if group.is_first:
-        probe.write_text(token, encoding="utf-8")
-    group.barrier()
-    # Between two barriers: the file is written, and not yet deleted.
-    sees = probe.is_file() and probe.read_text(encoding="utf-8") == token
-    group.barrier()
-    if group.is_first:
-        probe.unlink()
-    return group.is_first or (int(os.environ.get("LOCAL_RANK", 0)) == 0 and not sees)
+class SavedMetadata(Metadata):
+    """`trainer.json`; a loss that could not be measured is NaN."""
+
+    HAS_NAN = True
+    files: dict[FileName, Count]
+    sha256: dict[FileName, Sha256] | None = None
+    metadata_sha256: Sha256 | None = None
+    progress: dict[str, Any]
+    loss_scale: dict[str, Any]
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """The `extra` of a save.
+
+    Raises:
+        UserError: it is broken.
+    """
+    return read_saved(path / METADATA, SavedMetadata, HINT).raw
+
+
+def restored(path: Path, values: Any, kind: type[T]) -> T:
+    """A part of a metadata file as the object that was saved; raises as `read_metadata` does."""
+    return checked(values, kind, str(path / METADATA), HINT)
+
+
+def write_metadata(
+    path: Path, extra: dict[str, Any], sizes: dict[str, int], digests: dict[str, str]
+) -> None:
+    """Write the metadata of a state; sizes (bytes) and digests by file name."""
+    values = {**extra, "files": sizes, "sha256": digests}
+    text = json.dumps({**values, METADATA_DIGEST: digest(json.dumps(values))})
+    (path / METADATA).write_text(text, encoding="utf-8")
+
+
+def compute_digests(files: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of files by name, computed in several threads."""
+    paths = sorted(files)
+    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        return {
+            path.name: value for path, value in zip(paths, pool.map(sha256, paths), strict=True)
+        }
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a saved state, for a message; empty if it is intact. Reads all its files
+    if their digests are known."""
+    try:
+        metadata = read_metadata(path)
+        expected = metadata.pop(METADATA_DIGEST, None)
+        if expected not in (None, digest(json.dumps(metadata))):
+            return f"{METADATA} differs from its SHA-256"
+        sizes = metadata["files"]
+        broken = [name for name, size in sizes.items() if (path / name).stat().st_size != size]
+        if broken:
+            return f"{', '.join(broken)}: not the size that {METADATA} lists"
+        listed = metadata.get("sha256") or {}
+        actual = compute_digests(path / name for name in listed)
+    except OSError as error:
+        return str(error)
+    except UserError as error:
+        return error.what
+    changed = [name for name, value in listed.items() if actual[name] != value]
+    return f"{', '.join(changed)}: not the SHA-256 that {METADATA} lists" if changed else ""

@@ -1,18 +1,26 @@
 """Training logs: `train.jsonl` and TensorBoard events with every step, `steps.log` with
 PaddleFleetX-style lines, a short line or a progress bar for the user, and the status of a TrainJob.
+
+With its feature gate `TrainJobStatus` (2.2 and newer) Kubeflow Trainer gives the containers of a
+TrainJob the address of its status server, a certificate authority and a token, and shows what they
+send as `status.trainerStatus`: https://www.kubeflow.org/docs/components/trainer/
 """
 
 import json
 import logging
 import math
+import os
 import re
+import ssl
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
-from lathe.train.batch import Batch
-from lathe.train.status import open_status
+from lathe.train.batches import Batch
 from lathe_base.progress import Bar
 from lathe_base.storage import atomic_file
 
@@ -23,6 +31,16 @@ LOG = "steps.log"
 EVENTS = "tensorboard"
 STEP = re.compile(r'(?:\{"step": |global step )(\d+)')  # opens a line of either file
 
+STATUS_URL, STATUS_AUTHORITY, STATUS_TOKEN = (
+    f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN")
+)
+STATUS_SECONDS = 5.0
+"""Minimum time between two messages; Trainer's server needs no more."""
+
+STATUS_TIMEOUT = 5.0
+MAX_INT32 = 2**31 - 1
+"""The numbers of a status are 32-bit integers."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -30,7 +48,7 @@ class StepRecord:
 
     Attributes:
         reader_seconds: part of `step_seconds` spent waiting for the batch.
-        mfu: model FLOPs utilization, 0 to 1, of GPUs; see `lathe.train.flops`.
+        mfu: model FLOPs utilization, 0 to 1, of GPUs; see `lathe.train.speed`.
         loss_scale: 1 if the loss is not scaled.
         skipped_steps: updates skipped since the run began because their gradients overflowed
             float16.
@@ -62,7 +80,12 @@ class Trace:
         first = step + 1 if step else 0  # a run from the start evaluates at step 0 again
         self.file = _reopen(folder / TRACE, first)
         self.log = _reopen(folder / LOG, first)
-        self.events = _open_events(folder / EVENTS, first)
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # a third of a second
+        except ModuleNotFoundError:  # in the environment of Paddle
+            from tensorboardX import SummaryWriter  # type: ignore[import-not-found,no-redef]
+        # TensorBoard hides what an earlier attempt has written from this step on.
+        self.events: Any = SummaryWriter(str(folder / EVENTS), purge_step=first)
         self.reporter = open_status()
 
     def step(self, record: StepRecord, progress: Bar) -> None:
@@ -170,10 +193,79 @@ def _reopen(path: Path, step: int) -> TextIO:
     return path.open("a", encoding="utf-8")
 
 
-def _open_events(folder: Path, step: int) -> Any:
-    """The TensorBoard writer: torch's, or tensorboardX's in an environment without torch."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # a third of a second
-    except ModuleNotFoundError:
-        from tensorboardX import SummaryWriter  # type: ignore[import-not-found,no-redef]
-    return SummaryWriter(str(folder), purge_step=step)
+class StatusReporter:
+    """Sends the latest status in a background thread; errors there never affect the training. Call
+    it from one thread."""
+
+    def __init__(self, url: str, authority: Path, token: Path) -> None:
+        self._url, self._authority, self._token = url, authority, token
+        self._progress: dict[str, Any] = {}
+        self._metrics: dict[str, float] = {}
+        self._changed, self._ended = threading.Event(), threading.Event()
+        self._fails = False
+        threading.Thread(target=self._run, name="trainjob-status", daemon=True).start()
+
+    def progress(self, steps: Bar) -> None:
+        """Set the progress; a status that has not been sent yet is replaced."""
+        self._progress = {
+            "progressPercentage": 100 * steps.done // (steps.total or 1),
+            "estimatedRemainingSeconds": min(round(steps.seconds_left()), MAX_INT32),
+        }
+        self._changed.set()
+
+    def metrics(self, figures: Mapping[str, float]) -> None:
+        """Add or replace metrics; non-finite ones are not sent."""
+        self._metrics = {**self._metrics, **figures}
+        self._changed.set()
+
+    def close(self) -> None:
+        """Send the last status immediately, without waiting for it."""
+        self._ended.set()
+        self._changed.set()
+
+    def _run(self) -> None:
+        while True:
+            self._changed.wait()
+            self._changed.clear()
+            has_ended = self._ended.is_set()
+            try:
+                self._send()
+                self._fails = False
+            # Also errors of a certificate, or of a file that is being replaced: nothing that the
+            # status server does may end the training, and an error is logged once.
+            except Exception as error:
+                if not self._fails:
+                    log.warning("cannot update the TrainJob's status: %s", error)
+                self._fails = True
+            if has_ended:
+                return
+            self._ended.wait(STATUS_SECONDS)
+
+    def _send(self) -> None:
+        """Post the status. Token and certificate authority are read again each time, because
+        Trainer rotates them."""
+        context = ssl.create_default_context(cafile=str(self._authority))
+        opener = build_opener(ProxyHandler({}), HTTPSHandler(context=context))
+        token = self._token.read_text(encoding="ascii").strip()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        finite = {name: value for name, value in self._metrics.items() if math.isfinite(value)}
+        status = {
+            **self._progress,
+            "metrics": [{"name": name, "value": f"{value:.6g}"} for name, value in finite.items()],
+            "lastUpdatedTime": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        body = json.dumps({"trainerStatus": status}).encode()
+        with opener.open(Request(self._url, body, headers), timeout=STATUS_TIMEOUT) as answer:
+            answer.read()
+
+
+def open_status() -> StatusReporter | None:
+    """The reporter for this process's TrainJob; None outside of one, or if Trainer does not ask for
+    progress."""
+    environment = [
+        os.environ.get(name, "") for name in (STATUS_URL, STATUS_AUTHORITY, STATUS_TOKEN)
+    ]
+    if not all(environment):
+        return None
+    url, authority, token = environment
+    return StatusReporter(url, Path(authority), Path(token))

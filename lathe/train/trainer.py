@@ -1,4 +1,8 @@
-"""The steps of a training in torch: pretraining, finetuning after pruning, QAT."""
+"""The steps of a training in torch: pretraining, finetuning after pruning, QAT.
+
+A step is `Trainer.backward` (batches to the device, passes, sums over processes, norm) and
+`Trainer.update` (clip, AdamW, loss scale). Neither waits for the device; see `Loop`.
+"""
 
 import logging
 import math
@@ -18,25 +22,23 @@ from lathe.model.block import attention_kernels
 from lathe.model.lora import is_adapter
 from lathe.train import state
 from lathe.train.distill import Teacher
-from lathe.train.flops import peak_flops
-from lathe.train.half_weights import HalfWeights
 from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, Loop, Progress, StopSaveFlags
-from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import (
     DeviceLossScale,
+    HalfWeights,
     TiedEmbedding,
     make_optimizer,
     scale_gradients,
-    set_step,
     settle_partial,
     squared_norm,
     update,
 )
 from lathe.train.parallel import Counted, Documents, Stage
-from lathe.train.passes import Passes, PipelinePasses
-from lathe.train.replicas import Replicas
-from lathe.train.saved import read_metadata, restored
+from lathe.train.passes import Passes, PipelinePasses, Replicas
+from lathe.train.schedule import LossScale
+from lathe.train.speed import peak_flops
+from lathe.train.state_folder import read_metadata, restored
 from lathe.train.workers import Workers
 from lathe_base.artifacts.kinds import STATE
 from lathe_base.config.settings import Recipe
@@ -65,21 +67,22 @@ class Trainer(Loop):
         super().__init__(recipe, data, output, workers)
         self.workers, self.stages, self.observe = workers, stages, observe
         config = stages[0].gpt.config
+        # What is trained: the adapters if there are some, else all but what the recipe freezes.
+        named = [pair for stage in stages for pair in stage.gpt.named_parameters()]
         embeddings = [f"{name}.weight" for name in config.architecture.embeddings]
         frozen = embeddings if recipe.Compress.Quantization.freeze_embedding else []
-        self.has_adapters = any(is_adapter(name) for name, _ in self._named_parameters())
-        for name, parameter in self._named_parameters():
+        self.has_adapters = any(is_adapter(name) for name, _ in named)
+        for name, parameter in named:
             is_trained = is_adapter(name) if self.has_adapters else name not in frozen
             parameter.requires_grad_(is_trained)
-        self.parameters = [p for _, p in self._named_parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(
-            self._named_parameters(), recipe.Optimizer, config.architecture
-        )
+        self.parameters = [p for _, p in named if p.requires_grad]
+        self.optimizer = make_optimizer(named, recipe.Optimizer, config.architecture)
         self.tied = TiedEmbedding(stages, workers)
         self.device_scale = DeviceLossScale(self.loss_scale, workers.device)
         if workers.device.type == "cuda":
-            self.lag = 1
+            self.lag = 1  # launch a step before the one before it has been read
             self.copies = torch.cuda.Stream(workers.device)  # type: ignore[no-untyped-call]
+        # FSDP casts weights and reduces gradients itself; without it, that is done here.
         self.half_weights: HalfWeights | None = None
         self.replicas: Replicas | None = None
         if not isinstance(stages[0], FSDPModule):
@@ -106,6 +109,7 @@ class Trainer(Loop):
     def backward(
         self, step: int, batches: Sequence[NDArray[np.int64]], flags: StopSaveFlags
     ) -> Callable[[], Gradients]:
+        # Tokens; and where it applies, where documents end for attention, and which tokens count.
         for stage in self.stages:
             stage.train()
         tokens = [self._to_device(batch) for batch in batches]
@@ -118,20 +122,24 @@ class Trainer(Loop):
             step_tokens = self.batches.counted_tokens(step)
             masks = (self.batches.masks(step, i) for i in range(len(tokens)))
             targets = [self._counted(mask, step_tokens) for mask in masks]
+        # Gradients of this process, averaged over data-parallel replicas; then those that are sums
+        # over other dimensions of the mesh.
         scale = self.device_scale.value
         losses = self.passes.train(tokens, documents, targets, scale)  # (accumulate_steps,)
         if self.replicas is not None:
             self.replicas.average()
         settle_partial(self.parameters)
         self.tied.settle()
+        # Loss, norm and flags of all processes in one message. A tied table that is on two stages
+        # counts once.
         counted = self.parameters
         if self.tied.is_second_copy:
             counted = [p for p in counted if p is not self.tied.table]
         norm_share = squared_norm(counted, self.workers.replicas.size(), self.workers.device)
         # Ranks along `mp` have computed the same loss, and all stages but the last have 0.
         copies = self.workers.data_size * self.workers.mesh["mp"].size()
-        asking = self._to_device(np.array(flags, np.float32))
-        shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), asking])
+        requested = self._to_device(np.array(flags, np.float32))
+        shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), requested])
         sums = self.workers.sum(shares)
         # In float64, as the host computes the norm that it logs.
         self.norm = sums[1].double().sqrt() / scale
@@ -140,7 +148,7 @@ class Trainer(Loop):
 
         def results() -> Gradients:
             loss, squares, stops, saves, own_squares, *own_losses = read()
-            # The host's scale is still that of this step, see `Loop`.
+            # The host's scale is still that of this step: `Loop` adapts it after this call.
             norm = math.sqrt(squares) / self.loss_scale.value if squares >= 0 else math.nan
             bad = [i for i, value in enumerate(own_losses) if not math.isfinite(value)]
             if not bad and not math.isfinite(own_squares):
@@ -151,6 +159,7 @@ class Trainer(Loop):
 
     def update(self, rate: float) -> None:
         # `clip_factor` and the loss scale in one pass over the gradients, which reads all of them.
+        # As tensors: the host does not know the norm yet.
         limit = self.recipe.Optimizer.grad_clip.clip_norm
         factor = torch.ones_like(self.norm)
         if limit:
@@ -191,11 +200,11 @@ class Trainer(Loop):
                 documents = [self._documents(self.validation.positions(index))]
             loss = self.passes.evaluate(tokens, documents, targets)
             if counts:
-                place = self.validation.set_index(index)
+                set_index = self.validation.set_index(index)
                 added = torch.stack([loss * weight, torch.full_like(loss, weight)])
                 sums[:2] += added
-                if place is not None:
-                    sums[2 + 2 * place : 4 + 2 * place] += added
+                if set_index is not None:
+                    sums[2 + 2 * set_index : 4 + 2 * set_index] += added
         values = self.workers.read(self.workers.sum(sums))()
         mean, *means = (
             total / weight if weight else math.nan
@@ -203,9 +212,6 @@ class Trainer(Loop):
         )
         self.set_losses = dict(zip(sets, means, strict=True))
         return mean
-
-    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        return [pair for stage in self.stages for pair in stage.gpt.named_parameters()]
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         """Copy to the device; to a GPU beside what it computes, as the host is a step ahead."""
@@ -254,18 +260,21 @@ class Trainer(Loop):
 
     def resume(self) -> None:
         """Restore the newest intact state, if there is one."""
-        saved = self.states.newest()
+        saved = self.states.folder.newest()
         metadata = read_metadata(saved) if saved else {}
         if saved:
             self.at = restored(saved, metadata["progress"], Progress)
             self.loss_scale = restored(saved, metadata["loss_scale"], LossScale)
             state.load_tensors(saved, self._tensors())
             self.device_scale = DeviceLossScale(self.loss_scale, self.workers.device)
-            set_step(self.optimizer, self.at.updates)
+            # AdamW corrects the bias of its moments by the number of updates.
+            for values in self.optimizer.state.values():
+                values["step"].fill_(self.at.updates)
             if self.half_weights is not None:
                 self.half_weights.update()
             if self.workers.is_first:
                 log.info("resuming at step %d from %s", self.at.step, saved)
+        # In another layout no process continues the dropout of one of the saved ones.
         if saved and metadata["layout"] == list(self.workers.mesh.shape):
             generators = state.rng_tensors(self.workers)
             state.load_tensors(saved, generators)
@@ -274,6 +283,6 @@ class Trainer(Loop):
             # Dropout differs for every part of a batch and every stage, but not along `mp`, where
             # hidden states are the same unless the sequence is divided.
             pp, dp, sharding, mp = (self.workers.at(dim) for dim in DIMS)
-            place = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
+            coordinates = (pp, dp, sharding, mp if self.stages[0].sequence_parallel else 0)
             # Python's hash of integers is the same in every process.
-            torch.manual_seed(hash((self.recipe.Global.seed, self.at.step, *place)) % 2**63)
+            torch.manual_seed(hash((self.recipe.Global.seed, self.at.step, *coordinates)) % 2**63)

@@ -1,14 +1,18 @@
-"""This process's rank, device and mesh among the processes that torchrun started, if any."""
+"""This process among those that torchrun started, if any: its rank, its device and the CPUs beside
+it, its place in the mesh, and the heartbeats by which processes notice that one has stopped."""
 
 import functools
 import itertools
 import logging
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,11 +24,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from lathe.train.heartbeats import Heartbeats
+from lathe.train.group import missing_gpu
 from lathe.train.layout import DIMS, mesh_shape
-from lathe.train.missing_gpu import missing_gpu
 from lathe.train.nccl import log_network
-from lathe.train.numa import bind_to_gpu
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError
 
@@ -38,7 +40,78 @@ and the Hessian of a linear's inputs."""
 POLL_SECONDS = 0.5
 """Between two looks at whether the first process has finished its work alone."""
 
+BEAT_SECONDS = 5.0
+SILENT_SECONDS = 40.0
+"""Seconds without a heartbeat after which a process is reported."""
+
+SYSTEM = Path("/sys")
+
 T = TypeVar("T")
+
+
+class Heartbeats:
+    """A background thread that beats for this rank, through the group's store, and watches the next
+    one.
+
+    A collective does not tell who is missing, and gives up after a timeout that cannot know how
+    long one process has to work alone. Heartbeats tell a process that works from one that has
+    stopped (SIGSTOP, a hung file system, a lost node), which exactly one other names.
+
+    Args:
+        store: of the group, for this thread alone: a client's requests wait for each other.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._watched = store, rank, (rank + 1) % size
+        self._beats, self._end = 0, threading.Event()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._is_silent = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeats")
+
+    def __enter__(self) -> "Heartbeats":
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(BEAT_SECONDS)
+
+    def silence(self, store: Store, rank: int) -> tuple[float, str]:
+        """Seconds for which a rank's heartbeat has not changed since it was first asked for, and
+        the host and process that it is.
+
+        Args:
+            store: the caller's own client.
+        """
+        key, now = f"beat {rank}", time.monotonic()
+        beat = store.get(key).decode() if store.check([key]) else ""
+        if rank not in self._seen or self._seen[rank][0] != beat:
+            self._seen[rank] = (beat, now)
+        return now - self._seen[rank][1], beat.partition(" ")[2] or "not started"
+
+    def _beat(self) -> None:
+        self._beats += 1
+        who = f"{self._beats} {socket.gethostname()}, process {os.getpid()}"
+        self._store.set(f"beat {self._rank}", who)
+
+    def _run(self) -> None:
+        while not self._end.wait(BEAT_SECONDS):
+            try:
+                self._beat()
+                seconds, who = self.silence(self._store, self._watched)
+            except RuntimeError:  # the store has ended with its process, whose end is reported
+                return
+            if seconds > SILENT_SECONDS and not self._is_silent:
+                log.warning(
+                    "rank %d (%s) has not responded for %.0f s: it is stopped or cannot be "
+                    "reached, and the others wait for it",
+                    *(self._watched, who, seconds),
+                )
+                self._is_silent = True
+            elif self._is_silent and seconds < BEAT_SECONDS:
+                log.warning("rank %d responds again", self._watched)
+                self._is_silent = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +258,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     if device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
         bind_to_gpu(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    # GPUs exchange tensors with NCCL, and CPU tensors, such as those of saved states, go by gloo.
     store, timeout = _store(), timedelta(minutes=recipe.Distributed.timeout_minutes)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
@@ -295,3 +369,31 @@ def choose_device(recipe: Recipe) -> torch.device:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.set_device(device)
     return device
+
+
+def bind_to_gpu(device: torch.device) -> None:
+    """Bind this process and its later threads to the CPUs of the GPU's NUMA node, as far as it may
+    use them; nothing happens where the machine does not say which they are. A CPU of another socket
+    starts kernels later, and memory that it has pinned is copied over the link between the sockets.
+
+    `torchrun --numa-binding` does the same with the program numactl, which the image does not have.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    names = "pci_domain_id", "pci_bus_id", "pci_device_id"  # which torch's stubs do not have
+    address = "{:04x}:{:02x}:{:02x}.0".format(*(getattr(properties, name) for name in names))
+    try:
+        node = int((SYSTEM / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
+        listed = (SYSTEM / f"devices/system/node/node{node}/cpulist").read_text(
+            encoding="ascii"
+        )  # 0-3,8-11
+    except OSError:  # no such files in this container, or one node, whose number is -1
+        return
+    # Only what a container or the user has left to this process, and not what takes nothing away.
+    near = set[int]()
+    for part in listed.strip().split(","):
+        first, _, last = part.partition("-")
+        near |= set(range(int(first), int(last or first) + 1))
+    allowed = os.sched_getaffinity(0)
+    if near & allowed and not allowed <= near:
+        os.sched_setaffinity(0, near & allowed)
+        log.debug("bound to %d CPUs of NUMA node %d, beside %s", len(near & allowed), node, device)

@@ -16,7 +16,7 @@ from components.machines import Pool
 from components.stages import component
 from lathe import backends
 from lathe.data.newest import NEWEST
-from lathe.train.batch import resolve_batch
+from lathe.train.batches import resolve_batch
 from lathe.train.layout import mesh_shape
 from lathe.train.plan import require_fit
 from lathe.train.shape import model_config

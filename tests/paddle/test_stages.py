@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from lathe.backends import paddle_process as start
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.train.saved import committed_steps
+from lathe.train.state_folder import committed_steps
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from lathe.report.training import training_page
-from lathe.train.sample_answers import SampleAnswer, write_answers
+from lathe.train.result import SampleAnswer, write_answers
 from lathe_base.errors import Code
 from tests.support.errors import raises
 

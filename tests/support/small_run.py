@@ -16,7 +16,7 @@ from lathe.compress.quantize import quantize
 from lathe.data.prepare import prepare
 from lathe.train.finetune import finetune
 from lathe.train.pretrain import pretrain
-from lathe.train.saved import committed_steps
+from lathe.train.state_folder import committed_steps
 from lathe_base.config.recipe import load_recipe
 from tests.support import warm
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lathe.train.batch import Batch, resolve_batch
+from lathe.train.batches import Batch, resolve_batch
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code

@@ -15,8 +15,7 @@ from lathe.data.megatron import MegatronWriter
 from lathe.data.samples import Samples
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset, TokenSequences
-from lathe.train.batch import Batch
-from lathe.train.batches import EvalBatches, TrainBatches, calibration_batches, open_data
+from lathe.train.batches import Batch, EvalBatches, TrainBatches, calibration_batches, open_data
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.train.capacity import require_capacity
+from lathe.train.memory import require_capacity
 from lathe.train.pretrain import pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
@@ -25,7 +25,7 @@ from tests.support.errors import raises
 def test_a_model_that_no_machine_holds_is_refused(
     override: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 16e9)
+    monkeypatch.setattr("lathe.train.memory.available_memory", lambda device: 16e9)
     recipe = load_recipe("tiny", ["Global.device=cpu", override])
     name, size = override.removeprefix("Model.").split("=")
     with raises(Code.OUT_OF_MEMORY, f"{name} {size}", "this machine has 16 GB"):
@@ -36,9 +36,9 @@ def test_a_model_that_fits_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """355M parameters take 16 bytes each; activations are not counted."""
     recipe = load_recipe("gpt-345m", ["Global.device=cpu", "Engine.mix_precision.dtype=float32"])
     config = model_config(recipe, 50257)
-    monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 5.7e9)
+    monkeypatch.setattr("lathe.train.memory.available_memory", lambda device: 5.7e9)
     require_capacity(config, recipe)
-    monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 5.6e9)
+    monkeypatch.setattr("lathe.train.memory.available_memory", lambda device: 5.6e9)
     with raises(Code.OUT_OF_MEMORY, " 6 GB"):
         require_capacity(config, recipe)
 

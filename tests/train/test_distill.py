@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from lathe.compress.prune import prune
 from lathe.model.gpt import GPT
-from lathe.train import chunks, distill
+from lathe.train import distill
+from lathe.train import loss as loss_module
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
@@ -47,7 +48,7 @@ def test_loss_and_gradients_equal_torchs(
     block_elements: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", chunk_elements)
     monkeypatch.setattr(distill, "BLOCK_ELEMENTS", block_elements)
     hidden, weight, teacher_hidden, teacher_weight = tensors(0)
     targets = torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(1))

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lathe.data.tokens import TokenDataset
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
-from lathe.train.batch import Batch
-from lathe.train.batches import TrainBatches
+from lathe.train.batches import Batch, TrainBatches
 from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe

@@ -26,8 +26,7 @@ from lathe.model import lora
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.lora import merge_adapters
-from lathe.train.batch import Batch
-from lathe.train.batches import EvalBatches, TrainBatches, first_batches
+from lathe.train.batches import Batch, EvalBatches, TrainBatches, first_batches
 from lathe.train.finetune import finetune
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LoraSettings

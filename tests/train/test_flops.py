@@ -10,8 +10,8 @@ from lathe.model.architecture import Rope
 from lathe.model.config import GPTConfig
 from lathe.model.families import LLAMA
 from lathe.model.gpt import GPT
-from lathe.train.flops import data_sheet_flops, measured_flops, peak_flops
 from lathe.train.shape import model_config
+from lathe.train.speed import data_sheet_flops, measured_flops, peak_flops
 from lathe_base.config.recipe import load_recipe
 from tests.support.small_models import small_config
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lathe.train import parallel
-from lathe.train.half_weights import HalfWeights
+from lathe.train.optimizer import HalfWeights
 from lathe.train.pretrain import pretrain
 from lathe.train.trainer import Trainer
 from lathe_base.config.recipe import load_recipe

@@ -11,17 +11,17 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from lathe.train import heartbeats
-from lathe.train.heartbeats import Heartbeats
+from lathe.train import workers
+from lathe.train.workers import Heartbeats
 from lathe_base.ports import free_port
 from tests.support import warm
 
 WORK_ALONE = """
 import time
 import torch
-from lathe.train import heartbeats
-heartbeats.BEAT_SECONDS = 0.1
-heartbeats.SILENT_SECONDS = 1.0
+from lathe.train import workers
+workers.BEAT_SECONDS = 0.1
+workers.SILENT_SECONDS = 1.0
 from lathe.train.workers import join_workers
 from lathe_base.config.recipe import load_recipe
 from lathe_base.console import log_to_stderr
@@ -62,8 +62,8 @@ def test_the_first_process_may_work_longer_than_a_collective() -> None:
 def test_a_process_without_a_heartbeat_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_stopped: bool
 ) -> None:
-    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(heartbeats, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(workers, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(workers, "SILENT_SECONDS", 0.3)
     caplog.set_level(logging.WARNING)
     with TCPStoreOfTest() as store:
         frozen = threading.Event()

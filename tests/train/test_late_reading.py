@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.train.loss_scale import LossScale
 from lathe.train.optimizer import DeviceLossScale
 from lathe.train.pretrain import pretrain
+from lathe.train.schedule import LossScale
 from lathe.train.trainer import Trainer
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import MixPrecision

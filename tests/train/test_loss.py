@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lathe.train import chunks
+from lathe.train import loss as loss_module
 from lathe.train.loss import linear_cross_entropy
 
 V, C = 94, 12
@@ -22,7 +22,7 @@ RANKS = 2
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 4 * V)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 4 * V)
 
 
 def inputs(
@@ -108,7 +108,7 @@ def test_small_gradients_survive_float16_without_a_loss_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Probabilities of 1 / 5000 over 3,000 tokens give gradients of 7e-8, near fp16's minimum."""
-    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 2**20)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 2**20)
     hidden, _, targets = inputs(1000, dtype=torch.float32)
     weight = torch.randn(5000, C, generator=torch.Generator().manual_seed(0)).mul_(0.01)
     weight.requires_grad_()
@@ -169,7 +169,7 @@ def test_two_processes_with_half_the_vocabulary_each(tmp_path: Path) -> None:
 def sharded(rank: int, folder: str) -> None:
     """Process of one rank: computes the loss and its gradients for the rank's rows."""
     torch.set_num_threads(1)
-    chunks.CHUNK_ELEMENTS = 4 * V // RANKS
+    loss_module.CHUNK_ELEMENTS = 4 * V // RANKS
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
     hidden, weight, targets = inputs(7)
     rows = weight.detach().chunk(RANKS)[rank].requires_grad_()
@@ -192,15 +192,15 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 1000, 32768, 40000])
 def test_chunks_are_whole_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 2**26)
-    n = chunks.chunk_rows(rows, 50304)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 2**26)
+    n = loss_module.chunk_rows(rows, 50304)
     assert n * 50304 <= 2**26 and (n == rows or n % 128 == 0)
     assert -(-rows // n) == -(-rows // 1280)  # as few as possible
 
 
 def test_few_chunks_add_to_the_gradient_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, the logits of several blocks are multiplied together."""
-    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 4 * V)
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 4 * V)
     hidden, weight, targets = inputs(16, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), Names() as seen:
         linear_cross_entropy(hidden, weight, targets)

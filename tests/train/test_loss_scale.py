@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lathe.train.loss_scale import LossScale
 from lathe.train.result import FREE, run_identity
+from lathe.train.schedule import LossScale
 from lathe_base.artifacts.kinds import checked
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import MixPrecision

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lathe.train import numa
+from lathe.train import workers
 
 
 @pytest.mark.parametrize(
@@ -35,9 +35,9 @@ def test_the_cpus_beside_the_gpu(
     (cpus / "cpulist").write_text("4-7,12\n")
     gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0)
     found: list[set[int]] = []
-    monkeypatch.setattr(numa, "SYSTEM", tmp_path)
+    monkeypatch.setattr(workers, "SYSTEM", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed))
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: found.append(cpus))
-    numa.bind_to_gpu(torch.device("cuda", 0))
+    workers.bind_to_gpu(torch.device("cuda", 0))
     assert found == ([] if bound is None else [bound])

@@ -178,7 +178,7 @@ def test_pretrain_refuses_what_cannot_fit_this_machines_gpus(
 ) -> None:
     """The number of GPUs and their memory are faked, since tests have none."""
     monkeypatch.setattr("lathe_launch.shape.visible_gpus", lambda: 8)
-    monkeypatch.setattr("lathe.train.capacity.available_memory", lambda device: 16e9)
+    monkeypatch.setattr("lathe.train.memory.available_memory", lambda device: 16e9)
     command = ["pretrain", "-r", "gpt-1.3b-dp8", "--data", str(small_data)]
     result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "run")])
     assert isinstance(result.exception, UserError)

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lathe.train import replicas
-from lathe.train.half_weights import HalfWeights
-from lathe.train.replicas import Replicas
+from lathe.train.optimizer import HalfWeights
+from lathe.train.passes import Replicas
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return Done()
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(replicas, "BUCKET_BYTES", 4 * (16 + 4))  # one linear
+    monkeypatch.setattr("lathe.train.passes.BUCKET_BYTES", 4 * (16 + 4))  # one linear
     return messages
 
 

@@ -17,8 +17,7 @@ from lathe.data.prepare import prepare
 from lathe.data.tokens import TokenDataset
 from lathe.model.block import Attention
 from lathe.train import trainer
-from lathe.train.batch import Batch
-from lathe.train.batches import EvalBatches, TrainBatches
+from lathe.train.batches import Batch, EvalBatches, TrainBatches
 from lathe.train.pretrain import new_model, pretrain
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe

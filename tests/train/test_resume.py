@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from lathe.data.prepare import prepare
 from lathe.train.pretrain import pretrain
-from lathe.train.saved import committed_steps
+from lathe.train.state_folder import committed_steps
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code, Preempted, StageError
 from tests.support.errors import raises

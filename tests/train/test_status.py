@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.train import status
+from lathe.train import trace
 from lathe_base.progress import Bar
 from tests.support.fake_status_server import StatusServer, serve
 from tests.support.small_run import records, run
@@ -27,7 +27,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusSe
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", server.url)
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(authority))
         monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(tmp_path / "token"))
-        monkeypatch.setattr(status, "SECONDS", 0.05)
+        monkeypatch.setattr(trace, "STATUS_SECONDS", 0.05)
         yield server
         wait_for_no_reporter()
 
@@ -68,8 +68,8 @@ def test_a_training_tells_how_far_it_is(
 def test_messages_keep_their_distance_and_the_last_one_is_the_newest(
     server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "SECONDS", 0.5)
-    reporter = status.open_status()
+    monkeypatch.setattr(trace, "STATUS_SECONDS", 0.5)
+    reporter = trace.open_status()
     assert reporter
     steps = Bar("step", 1000)
     for loss in range(1000):
@@ -87,7 +87,7 @@ def test_messages_keep_their_distance_and_the_last_one_is_the_newest(
 
 
 def test_a_new_token_is_used(server: StatusServer, tmp_path: Path) -> None:
-    reporter = status.open_status()
+    reporter = trace.open_status()
     assert reporter
     for token in ("of-the-pod", "renewed"):
         server.token = token
@@ -114,14 +114,14 @@ def test_a_server_that_fails_does_not_hinder_a_training(
         server.token = "another"
     elif harm == "silent":
         server.delay = 600.0
-        monkeypatch.setattr(status, "TIMEOUT", 0.2)
+        monkeypatch.setattr(trace, "STATUS_TIMEOUT", 0.2)
     elif harm == "unknown authority":
         (tmp_path / "other").mkdir()
-        monkeypatch.setenv(status.AUTHORITY, str(certificate(tmp_path / "other")[1]))
+        monkeypatch.setenv(trace.STATUS_AUTHORITY, str(certificate(tmp_path / "other")[1]))
     elif harm == "no token":
         (tmp_path / "token").unlink()
     else:
-        monkeypatch.setenv(status.URL, "https://127.0.0.1:9/status")
+        monkeypatch.setenv(trace.STATUS_URL, "https://127.0.0.1:9/status")
     caplog.set_level(logging.WARNING, "lathe")
     run("pretrain", small_data, tmp_path / "out", overrides=("Engine.max_steps=2",))
     wait_for_no_reporter()
@@ -132,7 +132,7 @@ def test_a_server_that_fails_does_not_hinder_a_training(
 
 def test_a_report_does_not_wait_for_the_server(server: StatusServer) -> None:
     server.delay = 2.0
-    reporter = status.open_status()
+    reporter = trace.open_status()
     assert reporter
     began = time.monotonic()
     for _ in range(1000):
@@ -145,7 +145,7 @@ def test_a_process_ends_without_waiting_for_it(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t")
     script = (
-        "from pathlib import Path\nfrom lathe.train.status import StatusReporter\n"
+        "from pathlib import Path\nfrom lathe.train.trace import StatusReporter\n"
         f"reporter = StatusReporter('https://192.0.2.1/', Path(), Path({str(token)!r}))\n"
         "reporter.metrics({'loss': 1.0})\n"
     )
@@ -154,9 +154,9 @@ def test_a_process_ends_without_waiting_for_it(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("missing", [status.URL, status.AUTHORITY, status.TOKEN])
+@pytest.mark.parametrize("missing", [trace.STATUS_URL, trace.STATUS_AUTHORITY, trace.STATUS_TOKEN])
 def test_nothing_happens_where_trainer_does_not_ask(
     server: StatusServer, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.delenv(missing)
-    assert status.open_status() is None and reporters() == []
+    assert trace.open_status() is None and reporters() == []

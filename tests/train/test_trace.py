@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lathe.train.batch import Batch
+from lathe.train.batches import Batch
 from lathe.train.trace import StepRecord, Trace
 from lathe_base.progress import Bar
 from tests.support import warm
@@ -213,7 +213,7 @@ def test_a_resumed_run_shows_no_step_twice(tmp_path: Path) -> None:
 def test_tensorboard_comes_with_the_first_trace_and_says_nothing(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from lathe.train.batch import Batch\n"
+        "from lathe.train.batches import Batch\n"
         "from lathe.train.trace import Trace\n"
         "assert 'tensorboard' not in sys.modules\n"
         f"Trace(Path({str(tmp_path)!r}), 0, Batch(8, 8, 8, 1), 12, 1).close()\n"

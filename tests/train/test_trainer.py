@@ -17,8 +17,7 @@ from lathe.data.blend import blend
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset
 from lathe.model.checkpoint import load_checkpoint
-from lathe.train.batch import Batch
-from lathe.train.batches import TrainBatches, open_data
+from lathe.train.batches import Batch, TrainBatches, open_data
 from lathe.train.loop import Progress
 from lathe.train.optimizer import make_optimizer
 from lathe.train.pretrain import new_model, pretrain

@@ -41,8 +41,7 @@ from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat, QuantizationPlan
 from lathe.train.batches import EvalBatches
-from lathe.train.chunks import CHUNK_ELEMENTS
-from lathe.train.loss import linear_cross_entropy, next_token_loss
+from lathe.train.loss import CHUNK_ELEMENTS, linear_cross_entropy, next_token_loss
 from lathe_base.config.settings.types import Format, SensitivityMetric
 from lathe_base.errors import Code, UserError
 

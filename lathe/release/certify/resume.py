@@ -27,7 +27,7 @@ from lathe.release.certify.tensors import (
     first_difference,
     weight_digests,
 )
-from lathe.train.saved import PARTIAL, committed_steps
+from lathe.train.state_folder import PARTIAL, committed_steps
 from lathe_base import __version__
 from lathe_base.artifacts.kinds import RESUME_CERTIFICATE, read_json
 from lathe_base.config.settings import Recipe

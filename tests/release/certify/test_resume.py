@@ -13,7 +13,7 @@ from lathe.release.certify import resume
 from lathe.release.certify.resume import KINDS, Training, plan_kills
 from lathe.release.certify.tensors import TensorDifference, first_difference, weight_digests
 from lathe.report.certificate import read_certificate
-from lathe.train.saved import METADATA, committed_steps, compute_digests, write_metadata
+from lathe.train.state_folder import METADATA, committed_steps, compute_digests, write_metadata
 from tests.support.small_run import SMALL
 
 FEW_STEPS = (*SMALL, "Engine.logging_freq=1", "Model.hidden_dropout_prob=0.1")
