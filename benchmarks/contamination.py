@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from lathe.data.megatron import MegatronWriter
 from lathe.data.near_duplicates import near_duplicates
-from lathe.data.ngrams import ngram_length
 from lathe.data.sources import documents
 from lathe.data.spool import Spool, line
 from lathe.data.tokenize import encoded, write_tokens
 from lathe.data.tokenizer import load_tokenizer, vocab_size
-from lathe.data.training_index import TrainingIndex
+from lathe.data.training_index import TrainingIndex, ngram_length
 from lathe.evaluate.contamination import TrainingText
 from lathe_base.config.settings import PrepareSettings
 

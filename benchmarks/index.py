@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lathe.data.blended_samples import blending_indices
-from lathe.data.samples import BLOCK, SampleIndex
+from lathe.data.samples import BLOCK, SampleIndex, blending_indices
 
 DOCUMENT_TOKENS = 1000
 INDEXES = [{"tokens": t, "epochs": e} for t in (10**9, 10**10) for e in (1, 2.5)]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from components import tracking
 from components.supervise import CRASHED, MARK, allow_restarts
-from lathe.data.contents import Contents, require_unchanged
+from lathe.data.run_inputs import Contents, require_unchanged
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.console import end_cleanly_on_sigterm, print_any_text

@@ -37,8 +37,8 @@ def tokenize(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.data.contents import require_unchanged
-    from lathe.data.shard import Shard
+    from lathe.data.run_inputs import require_unchanged
+    from lathe.data.sources import Shard
     from lathe.data.tokenize import tokenize
 
     with stage(recipe, overrides, contents) as settings:

@@ -35,8 +35,8 @@ def tokenizer(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.data.contents import require_unchanged
     from lathe.data.corpus_tokenizer import make_tokenizer
+    from lathe.data.run_inputs import require_unchanged
     from lathe_base.artifacts.remote import input_path
 
     with stage(recipe, overrides, contents) as settings:

@@ -91,7 +91,7 @@ def tokenize(
     shard is kept.
     """
     settings = load(recipe, override)
-    from lathe.data.shard import Shard
+    from lathe.data.sources import Shard
     from lathe.data.tokenize import tokenize
 
     wanted = Shard.parse(shard)

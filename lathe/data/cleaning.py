@@ -80,6 +80,7 @@ class Reading:
         return not reason
 
     def _reason(self, text: str) -> str:
+        # The cheapest checks first: what one drops, later ones do not remember.
         settings = self.settings
         if len(text) < settings.min_characters:
             return "too_short"
@@ -92,17 +93,15 @@ class Reading:
             if digest in self._digests:
                 return "exact_duplicates"
             self._digests.add(digest)
-        if settings.duplicates == "near" and not self._is_new(text):
-            return "near_duplicates"
+        if settings.duplicates == "near":
+            words = WORD.findall(text.lower())
+            last = max(1, len(words) - SHINGLE + 1)
+            sketch = self._sketch()
+            sketch.update([" ".join(words[i : i + SHINGLE]) for i in range(last)])
+            # Adds it and returns True, unless an earlier document is a near duplicate.
+            if not self._near.add(str(len(self._digests)), sketch):
+                return "near_duplicates"
         return ""
-
-    def _is_new(self, text: str) -> bool:
-        """Whether no earlier document is a near duplicate."""
-        words = WORD.findall(text.lower())
-        last = max(1, len(words) - SHINGLE + 1)
-        sketch = self._sketch()
-        sketch.update([" ".join(words[i : i + SHINGLE]) for i in range(last)])
-        return bool(self._near.add(str(len(self._digests)), sketch))
 
 
 def counted(left_out: Mapping[str, int]) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 
 from lathe.data.chats import chat_reader
 from lathe.data.cleaning import Reading
-from lathe.data.newest import NEWEST, resolve
-from lathe.data.rows import RowText, TextKey
+from lathe.data.rows import TextKey
+from lathe.data.run_inputs import NEWEST, resolve
 from lathe.data.samples import split_boundaries
-from lathe.data.shard import MAX_SHARDS, Shard
-from lathe.data.sources import documents, named, opened
+from lathe.data.sources import MAX_SHARDS, Shard, documents, named, opened
 from lathe.data.spool import Spool, line, with_validation
 from lathe.data.tokenizer import (
     FILES,
@@ -24,7 +23,7 @@ from lathe.data.tokenizer import (
 )
 from lathe_base.artifacts.kinds import TOKENIZER, read_intact
 from lathe_base.artifacts.metadata import TokenizerMetadata
-from lathe_base.config.settings import PrepareSettings, Recipe
+from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, is_remote
@@ -64,7 +63,12 @@ def make_tokenizer(
     loaded_tokenizer = None if tokenizer == "train" else load_tokenizer(Path(tokenizer))
     chats = chat_reader(settings, tokenizer, loaded_tokenizer)
     if loaded_tokenizer:
-        _require_corpus(source, settings, chats or TextKey(settings.text_key))
+        # Quick checks of the corpus, so that not every shard fails.
+        if is_remote(source):
+            with opened(source, Shard(1, MAX_SHARDS)):  # of a store, a small part is fetched
+                pass
+        elif source != "python":
+            next(documents(source, chats or TextKey(settings.text_key), Reading(settings)))
     with atomic_folder(output, TOKENIZER) as work:
         metadata: dict[str, Any] = {"source": named(source), "trained_on": None}
         used = loaded_tokenizer
@@ -83,15 +87,6 @@ def make_tokenizer(
             json.dumps(metadata, indent=2) + "\n", encoding="utf-8"
         )
     return CorpusTokenizer(output, vocab_size(used), loaded_tokenizer is None)
-
-
-def _require_corpus(source: str, settings: PrepareSettings, row_text: RowText) -> None:
-    """Run quick checks of a corpus, so that not every shard fails."""
-    if is_remote(source):
-        with opened(source, Shard(1, MAX_SHARDS)):  # of a store, a small part is fetched
-            return
-    if source != "python":
-        next(documents(source, row_text, Reading(settings)))
 
 
 def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str | Path) -> None:

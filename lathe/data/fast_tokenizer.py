@@ -103,7 +103,14 @@ class Encoder:
         import fastokens  # which Paddle's environment, where no text is encoded, does not have
 
         try:
-            fast = fastokens.Tokenizer.from_json_str(_in_one_step(self.tokenizer))
+            # Splitting at digits and then as GPT-2 does becomes one regular expression.
+            state = json.loads(self.tokenizer.to_str())
+            digits = {"type": "Digits", "individual_digits": True}
+            steps = (state["pre_tokenizer"] or {}).get("pretokenizers", [])
+            if len(steps) == 2 and steps[0] == digits and steps[1].get("use_regex"):
+                split = {"type": "Split", "pattern": {"Regex": ONE_REGEX}, "behavior": "Isolated"}
+                steps[:] = [{**split, "invert": False}, {**steps[1], "use_regex": False}]
+            fast = fastokens.Tokenizer.from_json_str(json.dumps(state))
             if _equal(_encode(fast, HOSTILE, self.splits_special), self._exact(HOSTILE)):
                 return fast
             why = "encodes a sample of texts differently"
@@ -111,18 +118,6 @@ class Encoder:
             why = f"does not support it: {error}"
         log.info("using the slower library tokenizers: fastokens %s", why)
         return None
-
-
-def _in_one_step(tokenizer: Tokenizer) -> str:
-    """The JSON of a tokenizer; splitting at digits and then as GPT-2 does is merged into one
-    regular expression."""
-    state = json.loads(tokenizer.to_str())
-    digits = {"type": "Digits", "individual_digits": True}
-    steps = (state["pre_tokenizer"] or {}).get("pretokenizers", [])
-    if len(steps) == 2 and steps[0] == digits and steps[1].get("use_regex"):
-        split = {"type": "Split", "pattern": {"Regex": ONE_REGEX}, "behavior": "Isolated"}
-        steps[:] = [{**split, "invert": False}, {**steps[1], "use_regex": False}]
-    return json.dumps(state)
 
 
 def _encode(fast: "fastokens.Tokenizer", texts: Sequence[str], splits_special: bool) -> TokenBatch:

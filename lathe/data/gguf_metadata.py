@@ -11,7 +11,7 @@ Source: `src/llama-vocab.cpp` of llama.cpp.
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -19,26 +19,24 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
-from lathe.data.gguf_splits import (
+from lathe.data.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
     DEVIATIONS,
+    NORMAL,
+    NOT_STRIPPING,
+    PREFIX,
     SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
     UnknownSplitError,
     defined_split,
     split_names,
     steps,
-)
-from lathe.data.gguf_tokenizer import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    NOT_STRIPPING,
-    PREFIX,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
     tokenizer_from_gguf,
 )
-from lathe.data.probes import probes
+from lathe.data.tokenizer import probes
 from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
@@ -73,17 +71,25 @@ def gguf_metadata(tokenizer: Tokenizer, size: int, source: str) -> dict[str, Any
     # llama.cpp finds added tokens in the text as it is, not as it is normalized.
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.normalized and tokenizer.normalizer is not None:
-            found = tokenizer.normalizer.normalize_str(token.content)
-            if found != token.content:
-                why = f"which makes it {found!r}, but llama.cpp finds it in the text as it is"
+            normal = tokenizer.normalizer.normalize_str(token.content)
+            if normal != token.content:
+                why = f"which makes it {normal!r}, but llama.cpp finds it in the text as it is"
                 raise _lost_flag(token, "normalized", why, source)
     written = tokenizer_from_gguf(metadata, source)
-    if fields["model"] == "llama":
-        _require_scores(tokenizer, written, source)
+    if fields["model"] == "llama":  # scores have to make every token of the same parts as merges
+        for token_text in _learned_tokens(tokenizer):
+            ours, theirs = (x.model.tokenize(token_text) for x in (tokenizer, written))
+            if [x.id for x in ours] != [x.id for x in theirs]:
+                raise UserError(
+                    f"{source}: its tokenizer makes the token {token_text!r} by other merges than "
+                    "SentencePiece's scores, which is all that llama.cpp has",
+                    HINT,
+                    Code.UNSUPPORTED,
+                )
     # What the fields cannot express shows in the ids: the written tokenizer is read back.
     for what, text in probes(tokenizer):
-        ours, theirs = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
-        if ours.ids != theirs.ids:
+        read, reread = (x.encode(text, add_special_tokens=False) for x in (tokenizer, written))
+        if read.ids != reread.ids:
             raise UserError(
                 f"{source}: llama.cpp would give {what} other ids", HINT, Code.UNSUPPORTED
             )
@@ -107,20 +113,34 @@ def _bpe(tokenizer: Tokenizer, state: Mapping[str, Any], size: int, source: str)
         except UnknownSplitError as error:
             what = f"{source}: llama.cpp does not know its tokenizer's {error}"
             raise UserError(what, HINT, Code.UNSUPPORTED) from None
-        if SPLITS[pre] != split and (token := _unmergeable(tokenizer)):
-            flag = f"ignore_merges={str(split.whole_first).lower()}"
-            raise UserError(
-                f"{source}: llama.cpp does not know its tokenizer's split with {flag}, which "
-                f"matters for {token!r}: no merges make it",
-                HINT,
-                Code.UNSUPPORTED,
-            )
+        if SPLITS[pre] != split:
+            # It differs in `whole_first` alone, which matters for tokens that no merges make.
+            plain = json.loads(tokenizer.to_str())
+            plain["model"]["ignore_merges"] = False
+            plain["added_tokens"] = []
+            merging = Tokenizer.from_str(json.dumps(plain)).model
+            learned = _learned_tokens(tokenizer)
+            token = next((token for token in learned if len(merging.tokenize(token)) != 1), None)
+            if token:
+                flag = f"ignore_merges={str(split.whole_first).lower()}"
+                raise UserError(
+                    f"{source}: llama.cpp does not know its tokenizer's split with {flag}, which "
+                    f"matters for {token!r}: no merges make it",
+                    HINT,
+                    Code.UNSUPPORTED,
+                )
         if pre in DEVIATIONS:
             log.warning("%s: llama.cpp %s", source, DEVIATIONS[pre])
         fields |= {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in merges]}
     elif model.get("byte_fallback"):
         fields |= {"model": "llama", "pre": "default"}
-        fields |= _scores(fields["tokens"], merges)
+        # A token's score is the rank of the first merge that makes it, negative: the inverse of
+        # `sentencepiece_merges`. Tokens that no merge makes have the lowest.
+        ranks: dict[str, int] = {}
+        for rank, pair in enumerate(merges):
+            ranks.setdefault("".join(pair), rank)
+        tokens = fields["tokens"]
+        fields["scores"] = [-float(ranks.get(token, len(merges))) for token in tokens]
         fields["add_space_prefix"] = _adds_space_prefix(tokenizer, state, source)
     else:
         raise UserError(
@@ -192,16 +212,6 @@ def _require_bpe(model: Mapping[str, Any], is_byte_level: bool, source: str) -> 
             HINT,
             Code.UNSUPPORTED,
         )
-
-
-def _unmergeable(tokenizer: Tokenizer) -> str | None:
-    """A token that merging does not make, if any."""
-    state = json.loads(tokenizer.to_str())
-    state["model"]["ignore_merges"] = False
-    state["added_tokens"] = []
-    merging = Tokenizer.from_str(json.dumps(state)).model
-    vocabulary = _learned_tokens(tokenizer)
-    return next((token for token in vocabulary if len(merging.tokenize(token)) != 1), None)
 
 
 def _learned_tokens(tokenizer: Tokenizer) -> list[str]:
@@ -294,19 +304,6 @@ def _lost_flag(token: AddedToken, flag: str, why: str, source: str) -> UserError
     )
 
 
-def _require_scores(tokenizer: Tokenizer, written: Tokenizer, source: str) -> None:
-    """Raise UserError unless scores make every token of the same parts as merges do."""
-    for token in _learned_tokens(tokenizer):
-        ours, theirs = (x.model.tokenize(token) for x in (tokenizer, written))
-        if [x.id for x in ours] != [x.id for x in theirs]:
-            raise UserError(
-                f"{source}: its tokenizer makes the token {token!r} by other merges than "
-                "SentencePiece's scores, which is all that llama.cpp has",
-                HINT,
-                Code.UNSUPPORTED,
-            )
-
-
 def _entries(
     tokenizer: Tokenizer, size: int, unknown: str | None, has_bytes: bool, filler: str = "[PAD%d]"
 ) -> dict[str, Any]:
@@ -349,12 +346,3 @@ def _beginning(tokenizer: Tokenizer, source: str) -> dict[str, Any]:
             Code.UNSUPPORTED,
         )
     return {"add_bos_token": True, "bos_token_id": first[0]} if first else {"add_bos_token": False}
-
-
-def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Scores of tokens: the rank of the first merge that makes one, negative; the inverse of
-    `sentencepiece_merges`. Tokens that no merge makes have the lowest."""
-    ranks: dict[str, int] = {}
-    for rank, pair in enumerate(merges):
-        ranks.setdefault("".join(pair), rank)
-    return {"scores": [-float(ranks.get(token, len(merges))) for token in tokens]}

@@ -47,13 +47,6 @@ class _Opened:
     metadata: ShardMetadata
     arrays: TokenArrays
 
-    def blocks(self) -> Iterator[tuple[int, int, int, int, "_Opened"]]:
-        """Place in the corpus, first document in the shard and documents of each block."""
-        first = 0
-        for file, block, documents in self.metadata.blocks:
-            yield file, block, first, documents, self
-            first += documents
-
 
 @attested("join", "folders")
 def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
@@ -104,6 +97,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
             counted = f"{spool.documents:,} documents, not {documents:,} as counted"
             raise UserError(f"{len(shards)} shards: {counted}", HINT, Code.MISMATCH)
         text = spool if chats else with_validation(spool, recipe.Data.Train.dataset.split)
+        # As `prepare` writes it: of a tokenizer that was trained on just this text, how.
         origin = first.trained_on
         is_own = origin is not None and origin.model_dump() == trained_on(recipe, text)
         used = trained(recipe) if is_own else fingerprint(tokenizer)
@@ -111,6 +105,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
         def encode(_: int) -> tuple[Tokenizer, Batches]:
             if text is spool:
                 return tokenizer, _tokens(shards)
+            # Large documents were cut into pieces, which are tokenized again.
             return tokenizer, encoded(text, tokenizer, recipe.Prepare)
 
         left_out = sum((Counter(shard.metadata.left_out) for shard in shards), Counter[str]())
@@ -182,9 +177,17 @@ def _common_tokenizer(shards: Sequence[_Opened]) -> Tokenizer:
     return tokenizer
 
 
-def _in_order(shards: Sequence[_Opened]) -> Iterator[tuple[int, int, "_Opened"]]:
+def _in_order(shards: Sequence[_Opened]) -> Iterator[tuple[int, int, _Opened]]:
     """First document in its shard, number of documents and shard of each block of the corpus."""
-    merged = heapq.merge(*(shard.blocks() for shard in shards), key=lambda block: block[:2])
+
+    def blocks(shard: _Opened) -> Iterator[tuple[int, int, int, int, _Opened]]:
+        first = 0
+        for file, block, documents in shard.metadata.blocks:
+            yield file, block, first, documents, shard
+            first += documents
+
+    # Each shard has its blocks in the order of the corpus, by file and number in the file.
+    merged = heapq.merge(*map(blocks, shards), key=lambda block: block[:2])
     for _, _, first, documents, shard in merged:
         yield first, documents, shard
 

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lathe.data.ngrams import BloomFilter, Keys, ngram_keys
 from lathe.data.samples import compute_boundaries
-from lathe.data.training_index import STRIDE
+from lathe.data.training_index import STRIDE, BloomFilter, Keys, ngram_keys
 from lathe_base.progress import bar
 
 SHARED = 0.5
@@ -59,16 +58,7 @@ def near_duplicates(
         for begin, end in pairwise(np.unique([*steps, count]).tolist()):
             later[begin:end] = held_out.latest_copies(text, begin, end)
             progress.advance(end - begin)
-    left_out = later >= 0
-    left_out[first:] = False
-    while True:
-        kept = np.flatnonzero(~left_out)
-        boundary = compute_boundaries(split, len(kept))[1]
-        training, start = kept[:boundary], kept[boundary] if boundary < len(kept) else count
-        wrong = training[later[training] >= start]
-        if not len(wrong):
-            return np.flatnonzero(left_out)
-        left_out[wrong] = True
+    return _left_out(later, split)
 
 
 def copies(
@@ -81,13 +71,24 @@ def copies(
     for i, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True)):
         digests.append(hashlib.sha256(tokens[begin:end].tobytes()).digest())
         last[digests[-1]] = i
-    left_out = np.zeros(len(sizes), bool)
+    return _left_out(np.array([last[digest] for digest in digests], np.int64), split)
+
+
+def _left_out(later: Documents, split: Sequence[float]) -> Documents:
+    """The documents to drop.
+
+    Args:
+        later: (documents,) the last copy of each document behind it, or any number before that.
+    """
+    left_out = np.zeros(len(later), bool)
+    # Until none is wrong: what is dropped moves the boundary, so that some held-out documents
+    # become training documents, which may have copies among those that stay held out.
     while True:
         kept = np.flatnonzero(~left_out)
         boundary = compute_boundaries(split, len(kept))[1]
-        start = kept[boundary] if boundary < len(kept) else len(sizes)
-        wrong = [i for i in kept[:boundary] if last[digests[i]] >= start]
-        if not wrong:
+        training, start = kept[:boundary], kept[boundary] if boundary < len(kept) else len(later)
+        wrong = training[later[training] >= start]
+        if not len(wrong):
             return np.flatnonzero(left_out)
         left_out[wrong] = True
 
@@ -130,6 +131,9 @@ class _HeldOut:
         while np.count_nonzero(keys & self.mask == 0) > MAX_NGRAM_KEYS:
             self.mask = self.mask << np.uint64(1) | np.uint64(1)
         documents, keys = self._sampled(documents, keys)
+        # A filter of all keys, because most n-grams of the training text are in none of them; and
+        # 32 bits of each with its documents, sorted by n-gram: those of the i-th n-gram are
+        # owners[begins[i] : ends[i]], at most `MAX_DOCUMENTS_PER_NGRAM`.
         self.filter = BloomFilter.of_size(len(keys), MAX_NGRAM_KEYS * 8)
         self.filter.add(keys)
         documents, short = _each_once(documents, keys >> np.uint64(32))
@@ -152,6 +156,8 @@ class _HeldOut:
         latest = np.full(end - begin, -1)
         documents, keys = self._sampled(*text.ngrams(begin, end, STRIDE))
         totals = np.bincount(documents, minlength=end - begin)
+        # Which held-out n-grams each document has, and then all pairs of a document and an owner of
+        # such an n-gram, with the number of n-grams that they share.
         maybe = self.filter.contains(keys)
         documents, short = _each_once(documents[maybe], keys[maybe] >> np.uint64(32))
         at = np.minimum(np.searchsorted(self.keys, short), max(len(self.keys) - 1, 0))
@@ -163,7 +169,8 @@ class _HeldOut:
         documents = np.repeat(documents, counts)
         pairs, shared = np.unique(documents * self.count + owners, return_counts=True)
         documents, owners = pairs // self.count, pairs % self.count
-        least = np.minimum(totals[documents], self.totals[owners] / STRIDE)
-        copies = (shared >= SHARED * least) & (owners + self.first > documents + begin)
+        # Of the shorter of the two, by n-grams: only every `STRIDE`-th one of `text` was looked up.
+        fewer = np.minimum(totals[documents], self.totals[owners] / STRIDE)
+        copies = (shared >= SHARED * fewer) & (owners + self.first > documents + begin)
         np.maximum.at(latest, documents[copies], owners[copies] + self.first)
         return latest

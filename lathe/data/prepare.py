@@ -1,7 +1,11 @@
 """The prepare stage: turn a corpus into a token data set and its held-out sets."""
 
+import hashlib
+import heapq
 import json
 import logging
+import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
@@ -15,15 +19,12 @@ from tokenizers import Tokenizer
 
 from lathe.data.chats import Chats, chat_reader, unmarked
 from lathe.data.cleaning import Reading
-from lathe.data.cloze import cloze_passages
 from lathe.data.corpus_tokenizer import claim_apart
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.megatron import TokenArrays
 from lathe.data.near_duplicates import copies, near_duplicates
-from lathe.data.newest import resolve
-from lathe.data.ngrams import ngram_length
-from lathe.data.prompt_index import PromptIndex
 from lathe.data.rows import TextKey
+from lathe.data.run_inputs import resolve
 from lathe.data.samples import PARTS, require_sample, split_boundaries
 from lathe.data.sentences import sentence_rules
 from lathe.data.sources import documents, named
@@ -38,7 +39,7 @@ from lathe.data.tokenizer import (
     vocab_size,
 )
 from lathe.data.tokens import HINT, PAIRS, WRITERS
-from lathe.data.training_index import training_index
+from lathe.data.training_index import PromptIndex, TrainingIndex, ngram_length
 from lathe_base.artifacts.kinds import DATA, read_intact
 from lathe_base.artifacts.metadata import DataMetadata
 from lathe_base.config.settings import PrepareSettings, Recipe
@@ -49,6 +50,23 @@ from lathe_base.storage import atomic_folder
 log = logging.getLogger("lathe")
 
 COPIED_DOCUMENTS = 256
+
+# LAMBADA's rule for cloze passages, see `cloze_passages`.
+CONTEXT_WORDS = 50
+CONTEXT_SENTENCES = 2
+MAX_WORDS = 150
+TARGET_LETTERS = 3
+PROSE_SHARE = 0.8
+
+PUNCTUATION = string.punctuation + "\u2018\u2019\u201c\u201d\u00ab\u00bb\u2013\u2014\u2026"
+JOINTS = re.compile(r"(?<=\w)['\u2019-](?=\w)")  # within "don't" and "read-only"
+APART = re.compile(r"\s+([.!?])$")  # "the end ." of tokenized text, as WikiText's
+PARAGRAPH = re.compile(r"\n\s*\n")
+SENTENCE = re.compile(
+    r"(?:(?<=[.!?])|(?<=[.!?][\"'\u201d\u2019)\]]))"  # ends here, perhaps inside quotes,
+    r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\be\.g\.)(?<!\bi\.e\.)"
+    r"\s+(?=[\"'\u201c\u2018(\[]*[A-Z])"  # and another one begins
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,7 @@ def prepare(
             `Prepare.split_sentences` one for each sentence; stripped, with end-of-text appended to
             the last one), `tokenizer.json`, `heldout.txt` (the test documents, a blank
             line between), `cloze.jsonl` (passages from them) and the metadata `data.json`.
-        source: see `documents` and `lathe.data.newest`; `Prepare.source` unless given.
+        source: see `documents` and `lathe.data.run_inputs`; `Prepare.source` unless given.
         tokenizer: `train` (on the training documents), or see `load_tokenizer`;
             `Prepare.tokenizer` unless given.
 
@@ -160,6 +178,8 @@ def write_data_set(
         _check_parts(metadata, text.source, dataset.max_seq_len)
         log.info("%s: already prepared from the same text and settings, kept", output)
         return _result(output, metadata, reused=True)
+    # The tokenizer may be trained on the training part, so the parts come first. They move when
+    # near copies of held-out documents are dropped.
     boundaries = split_boundaries(dataset.split, spool.documents)
     used, batches = encode(boundaries[1])
     save_tokenizer(used, work / "tokenizer.json")
@@ -171,13 +191,17 @@ def write_data_set(
         boundaries = split_boundaries(dataset.split, arrays.documents)
     sizes = arrays.document_sizes
     part_tokens = [int(sizes[a:b].sum(dtype=np.int64)) for a, b in pairwise(boundaries)]
+    # With these indexes `lathe evaluate` finds what of its examples was in the training part.
     training = arrays.tokens[: part_tokens[0]]
     if arrays.mask is not None:
         prompts = PromptIndex.build(training, arrays.mask, sizes[: boundaries[1]]).write(work)
         index: dict[str, Any] = {"prompts": prompts}
+    elif settings.ngram_index_megabytes:
+        max_bytes = settings.ngram_index_megabytes << 20
+        ngrams = TrainingIndex.build(training, ngram_length(size), max_bytes)
+        index = {"ngrams": ngrams.write(work)}
     else:
-        ngrams = training_index(training, size, settings.ngram_index_megabytes)
-        index = {"ngrams": ngrams.write(work)} if ngrams else {}
+        index = {}
     assistant_tokens = 0 if arrays.mask is None else int(arrays.mask.sum(dtype=np.int64))
     metadata = {
         "source": text.source,
@@ -198,6 +222,7 @@ def write_data_set(
         },
         **index,
     }
+    # The held-out documents as text, numbered like the documents that are left.
     numbers = set(left_out.tolist())
     texts = map(unmarked, spool) if text.chats else spool
     kept = (document for number, document in enumerate(texts) if number not in numbers)
@@ -205,6 +230,7 @@ def write_data_set(
     count = boundaries[3] - boundaries[2]
     metadata["cloze_examples"] = _write_held_out(work, tests, count, settings)
     _check_parts(metadata, text.source, dataset.max_seq_len)
+    # Last: a folder without its metadata is not a data set.
     (work / DATA.metadata_file).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
     return _result(output, metadata, reused=False)
 
@@ -325,3 +351,77 @@ def _result(folder: Path, metadata: dict[str, Any], reused: bool) -> PreparedDat
         cloze_examples=metadata["cloze_examples"],
         reused=reused,
     )
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage, and the index of its document."""
+
+    text: str
+    document: int
+
+
+def cloze_passages(documents: Iterable[str], limit: int) -> list[Passage]:
+    """Unique passages that end with the word to predict, without punctuation: a cloze set from any
+    prose, by the rule of LAMBADA (Paperno et al. 2016, section 3.1).
+
+    A passage is a target sentence after the shortest run of whole sentences with at least 50 words.
+    In the paper, people selected the passages whose last word needs the wider context; here the
+    word must occur earlier in the passage.
+
+    The last word has three letters or more, nothing but letters, and occurs earlier in the passage;
+    before its sentence stand at least two sentences with at least 50 words. A sentence is the
+    target of one passage at most, and may be context of others. Runs of white space become one
+    space. Passages of more than 150 words, or with a fifth or more that is not plain words (code,
+    tables), are dropped. If there are more than `limit`, the ones with the smallest SHA-256 are
+    taken: a uniform and reproducible sample.
+    """
+    seen: set[bytes] = set()
+
+    def fresh() -> Iterator[tuple[bytes, int, Passage]]:
+        for index, document in enumerate(documents):
+            for passage in _passages(document):
+                digest = hashlib.sha256(passage.encode()).digest()
+                if digest not in seen:
+                    seen.add(digest)
+                    yield digest, len(seen), Passage(passage, index)
+
+    chosen = heapq.nsmallest(limit, fresh(), key=lambda item: item[:2])
+    return [passage for _, _, passage in sorted(chosen, key=lambda item: item[1])]
+
+
+def _passages(document: str) -> Iterator[str]:
+    context: list[list[str]] = []  # the sentences before, as words
+    for paragraph in PARAGRAPH.split(document):
+        for sentence in SENTENCE.split(paragraph.strip()):
+            words = APART.sub(r"\1", sentence).split()
+            # The shortest run of last sentences that is a context, or all if there is none. What is
+            # further back will not be needed again.
+            for count in range(CONTEXT_SENTENCES, len(context)):
+                if sum(map(len, context[-count:])) >= CONTEXT_WORDS:
+                    context = context[-count:]
+                    break
+            if passage := _passage(context, words):
+                yield passage
+            context.append(words)
+
+
+def _passage(context: list[list[str]], sentence: list[str]) -> str | None:
+    before = [word for earlier in context for word in earlier]
+    if len(context) < CONTEXT_SENTENCES or len(before) < CONTEXT_WORDS or not sentence:
+        return None
+    last = sentence[-1]
+    target = last.rstrip(PUNCTUATION)
+    words = [*before, *sentence[:-1]]
+    bare = [word.strip(PUNCTUATION) for word in words]
+    plain = sum(map(str.isalpha, (JOINTS.sub("", word) for word in bare)))
+    if (
+        len(words) < MAX_WORDS
+        and len(target) >= TARGET_LETTERS
+        and target.isalpha()
+        and last[len(target) :].startswith((".", "!", "?"))
+        and target in bare
+        and plain >= PROSE_SHARE * len(bare)
+    ):
+        return " ".join([*words, target])
+    return None

@@ -1,26 +1,41 @@
-"""Read documents from files, folders, addresses and Hugging Face data sets."""
+"""Read documents from files, folders, addresses and Hugging Face data sets, or from the prose that
+ships with CPython; all of them, or those of one shard.
+"""
 
+import ast
+import hashlib
 import json
 import logging
 import os
 import platform
+import re
+import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import cleandoc
 from pathlib import Path, PurePosixPath
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 from lathe.data.cleaning import Reading
-from lathe.data.embedded import python_documents
-from lathe.data.folders import data_files, names_below, require_readable
-from lathe.data.rows import JSON_LINES, Row, Rows, RowText, Takes, TextKey, json_rows
-from lathe.data.shard import BLOCK, STRIDE, WHOLE, Shard, Span
-from lathe.data.splits import ALL, CARD, TRAIN, chosen
+from lathe.data.folders import ALL, CARD, TRAIN, chosen, data_files, names_below, require_readable
+from lathe.data.rows import (
+    JSON_LINES,
+    Row,
+    Rows,
+    RowText,
+    Takes,
+    TextKey,
+    file_kind,
+    json_rows,
+    text_lines,
+)
 from lathe.data.tables import arrow_rows, csv_rows, parquet_rows
 from lathe.data.tars import tar_rows
-from lathe.data.text_lines import file_kind, text_lines
 from lathe_base.config.settings import PrepareSettings
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
@@ -29,7 +44,6 @@ from lathe_base.storage.failures import shown
 from lathe_base.storage.splits import Located, locate
 
 log = logging.getLogger("lathe")
-
 READERS: dict[str, Callable[[Path, RowText, Takes], Rows]] = {
     ".parquet": parquet_rows,
     ".arrow": arrow_rows,
@@ -43,6 +57,23 @@ SAVED = ("state.json", "dataset_dict.json")
 DOCUMENT_CHARACTERS = 4000
 TEXT = TextKey("text")
 
+BLOCK = 64
+"""Number of documents that are distributed together."""
+SLOTS, STRIDE = 1 << 16, 40503
+"""Places of a file at which blocks are put, and the step from one to the next: the golden ratio
+(Knuth's multiplicative hashing), so that any number of blocks is spread evenly."""
+MAX_SHARDS = 256
+
+# Of the standard library: not prose, not its own, or one line repeated a hundred times.
+SKIPPED = {
+    *("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data"),
+    *("_bundled", "site-packages", "dist-packages", "__pycache__"),
+}
+MIN_CHARACTERS = 200
+PROSE = re.compile(r"[\w\"'`(](?!\d*[.)]\s)")
+HOLDS_DEFINITIONS = ast.stmt | ast.excepthandler | ast.match_case  # not expressions
+WRAPPED = 50  # a shorter line ends where its author ended it
+
 
 class Document(NamedTuple):
     """A document, its file's number in the corpus, and its block's number in the file."""
@@ -50,6 +81,14 @@ class Document(NamedTuple):
     file: int
     block: int
     text: str
+
+
+class Span(NamedTuple):
+    """The bytes of a file among those of its corpus."""
+
+    begin: int
+    end: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +104,63 @@ class CorpusFile:
     name: str
     size: int
     read: Callable[[RowText, Takes], Rows]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Shard `number`, from 1, of `of`: decides which documents are its, without reading others.
+
+    Every shard is an equal range of the corpus's bytes. A file within a range belongs to that shard
+    alone; the documents of a file that several ranges share are distributed in proportion, in
+    blocks. So a shard reads only its own files; a shared file, which cannot be split before it is
+    read (compressed, or text without separators), is read by all, but each shard parses and
+    tokenizes only its own documents.
+    """
+
+    number: int = 1
+    of: int = 1
+
+    @staticmethod
+    def parse(text: str) -> "Shard":
+        """Parse `2/8`; raises UserError if it is malformed."""
+        match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", text)
+        if not match:
+            raise UserError(
+                f"--shard {text}: not NUMBER/OF", "write --shard 2/8", Code.INVALID_VALUE
+            )
+        return Shard(int(match[1]), int(match[2])).checked()
+
+    def checked(self) -> "Shard":
+        """The shard; raises UserError if there is no such one."""
+        if not 1 <= self.number <= self.of <= MAX_SHARDS:
+            raise UserError(
+                f"shard {self}: no such shard",
+                f"count from 1, to {MAX_SHARDS} shards at most",
+                Code.INVALID_VALUE,
+            )
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    def reads(self, span: Span) -> bool:
+        """Whether documents of this file may belong to the shard."""
+        first, end = span.begin * SLOTS, span.end * SLOTS
+        return self._owner(first, span) <= self.number <= self._owner(max(first, end - 1), span)
+
+    def takes(self, span: Span, block: int) -> bool:
+        """Whether this block of the file belongs to the shard."""
+        slot = block * STRIDE % SLOTS
+        slot_begin = span.begin * SLOTS + (span.end - span.begin) * slot
+        return self.number == self._owner(slot_begin, span)
+
+    def _owner(self, position: int, span: Span) -> int:
+        """The shard of a place, in slots: those of a byte are shared where there are few bytes, as
+        of a corpus whose size is not known."""
+        return min(position * self.of // (max(span.total, 1) * SLOTS), self.of - 1) + 1
+
+
+WHOLE = Shard()
 
 
 @dataclass(frozen=True)
@@ -88,6 +184,7 @@ class Corpus:
             if not shard.reads(span):
                 continue
 
+            # A row's block depends on its number alone: rows of other shards are not even parsed.
             def takes(record: int, span: Span = span) -> bool:
                 return shard.of == 1 or shard.takes(span, record // BLOCK)
 
@@ -112,8 +209,8 @@ def documents(
             compressed (`.gz`, `.bz2`, `.xz`, `.zst`); Parquet (`.parquet`) or Arrow (`.arrow`,
             `.feather`): a row is a document; a folder: its `.txt` and `.md` files, those above, and
             those of its folders, sorted; a data set repository: its split `train`, or that in
-            `folder::split` or `folder:config:split`, see `lathe.data.splits`; a folder that Hugging
-            Face's `datasets` has saved: the same;
+            `folder::split` or `folder:config:split`, see `lathe.data.folders.chosen`; a folder that
+            Hugging Face's `datasets` has saved: the same;
             `http(s)://...` or `s3://bucket/key`: the same, downloaded first (see `fetch`);
             `hf://name[:config][:split]`: a Hugging Face data set by name or local folder, split
             `train` unless named (`hf://name::validation` names a split and no config).
@@ -180,6 +277,7 @@ def spans(files: Iterable[CorpusFile]) -> Iterator[tuple[CorpusFile, Span]]:
 
 def _fetched(place: Located, folder: Path, shard: Shard) -> list[CorpusFile]:
     source = place.location
+    # A store lists names and sizes, which tell the files of the shard; else all are fetched.
     sizes = sizes_below(source) if is_store(source) and shard.of > 1 else {}
     if not sizes:
         return _files(fetch(source, folder), place)
@@ -193,8 +291,14 @@ def _fetched(place: Located, folder: Path, shard: Shard) -> list[CorpusFile]:
 
 def _files(path: Path, place: Located) -> list[CorpusFile]:
     if path.is_dir():
-        names = _texts(names_below(path), place, path / CARD)
-        return [_file(path / name, name, _size(path / name)) for name in names]
+        files = []
+        for name in _texts(names_below(path), place, path / CARD):
+            try:
+                size = (path / name).stat().st_size
+            except OSError:  # which reading it explains
+                size = 0
+            files.append(_file(path / name, name, size))
+        return files
     if place.suffix:
         raise UserError(
             f"{named(place.location)}: a file, which has no splits",
@@ -212,25 +316,18 @@ def _texts(names: Sequence[str], place: Located, card: Path) -> Sequence[str]:
     return chosen(place, names, data, read_text(card) if has_card else "")
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:  # which reading it explains
-        return 0
-
-
 def _file(path: Path, name: str, size: int) -> CorpusFile:
     kind = file_kind(path)
     read = json_rows if kind in JSON_LINES else READERS.get(kind, _text_rows)
     return CorpusFile(name, size, partial(read, path))
 
 
-def _python_rows(row_text: RowText, takes: Takes) -> Rows:
-    return _wanted("python", python_documents(), row_text, takes)
-
-
 def _text_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
     return _wanted(str(path), _blocks(text_lines(path)), row_text, takes)
+
+
+def _python_rows(row_text: RowText, takes: Takes) -> Rows:
+    return _wanted("python", python_documents(), row_text, takes)
 
 
 def _wanted(where: str, texts: Iterable[str], row_text: RowText, takes: Takes) -> Rows:
@@ -246,6 +343,7 @@ def _wanted(where: str, texts: Iterable[str], row_text: RowText, takes: Takes) -
 
 
 def _blocks(text: Iterable[str]) -> Iterator[str]:
+    """Documents of plain text, which end at the first blank line behind `DOCUMENT_CHARACTERS`."""
     gathered: list[str] = []
     characters = 0
     for line in text:
@@ -289,3 +387,62 @@ def _data_set(source: str) -> CorpusFile:
                 yield Row(number, partial(row_text, row, f"{source} row {number}"))
 
     return CorpusFile(name, size, read)
+
+
+def python_documents() -> Iterator[str]:
+    """Topics of the language reference, and the docstrings of the standard library.
+
+    A document is one topic of `pydoc_data.topics`, or all docstrings of one module in source order.
+    Docstrings repeated from an earlier module are dropped, and so are documents of less than 200
+    characters. Paragraphs become one line each. About 430 documents and 2 MB with CPython 3.11; the
+    text differs a little between Python versions. Files are read with `ast`, nothing is imported.
+    The order is by digest of the name, the same everywhere: splits that are cut in order then hold
+    topics and modules of all kinds, not the end of the alphabet.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = {text: f"topic {name}" for name, text in sorted(topics.items())}  # some share a text
+    seen: set[str] = set()
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).parts
+        if SKIPPED.isdisjoint(parts):
+            fresh = [text for text in dict.fromkeys(_docstrings(path)) if text not in seen]
+            seen.update(fresh)
+            texts["\n\n".join(fresh)] = "/".join(parts)
+    for text in sorted(texts, key=lambda text: hashlib.sha256(texts[text].encode()).digest()):
+        text = _unwrap(cleandoc(text))
+        if len(text) >= MIN_CHARACTERS:
+            yield text
+
+
+def _unwrap(text: str) -> str:
+    """Join the lines of hard-wrapped paragraphs; otherwise a small model mostly learns line breaks.
+
+    A line is joined to the previous one if both read as prose and that one is long and equally
+    indented; lists, tables, code and doctests are kept.
+    """
+    lines: list[str] = []
+    before = ""
+    for line in text.splitlines():
+        bare = line.lstrip()
+        same_indent = len(line) - len(bare) == len(before) - len(before.lstrip())
+        prose = PROSE.match(bare) and PROSE.match(before.lstrip())
+        if prose and same_indent and len(before.strip()) >= WRAPPED:
+            lines[-1] = f"{lines[-1].rstrip()} {bare}"
+        else:
+            lines.append(line.rstrip())
+        before = line
+    return "\n".join(lines)
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old escapes in the library's own strings
+        pending: list[ast.AST] = [ast.parse(path.read_bytes(), path.name)]
+    while pending:
+        node = pending.pop()
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and (text := ast.get_docstring(node)):
+            yield text
+        children = reversed(list(ast.iter_child_nodes(node)))
+        pending.extend(child for child in children if isinstance(child, HOLDS_DEFINITIONS))

@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lathe.data.rows import Row, Rows, RowText, Takes
-from lathe.data.text_lines import text_lines
+from lathe.data.rows import Row, Rows, RowText, Takes, text_lines
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import require_file
 

@@ -8,8 +8,19 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from lathe.data.rows import Row, Rows, RowText, Takes, TextKey, line_text
-from lathe.data.text_lines import byte_lines, decompressed, file_kind, is_notice, unpacked
+from lathe.data.rows import (
+    Row,
+    Rows,
+    RowText,
+    Takes,
+    TextKey,
+    byte_lines,
+    decompressed,
+    file_kind,
+    is_notice,
+    line_text,
+    unpacked,
+)
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import MAX_LINE_BYTES, decode, open_file, parse_json
 
@@ -143,18 +154,16 @@ def _records(path: Path, wanted: set[str]) -> Iterator[tuple[Callable[..., str],
             extracted = archive.extractfile(member)
             assert extracted is not None
             if has_lines:
-                yield from _lines(extracted, f"{path}: {member.name}")
+                where = f"{path}: {member.name}"
+                packing = PurePosixPath(member.name).suffix.lower()
+                lines = byte_lines(decompressed(extracted, packing), where)
+                for number, line in enumerate(lines, 1):
+                    yield line_text, line, f"{where}:{number}"
             else:
                 is_small = member.size <= MAX_LINE_BYTES
                 files[ending] = extracted.read() if is_small else "more than 256 MiB"
     if name is not None:
         yield _text, files, f"{path}: sample {name}"
-
-
-def _lines(file: IO[bytes], where: str) -> Iterator[tuple[Callable[..., str], Any, str]]:
-    lines = byte_lines(decompressed(file, PurePosixPath(where).suffix.lower()), where)
-    for number, line in enumerate(lines, 1):
-        yield line_text, line, f"{where}:{number}"
 
 
 def _text(files: dict[str, bytes | str], where: str, row_text: RowText) -> str:

@@ -21,8 +21,7 @@ from lathe.data.megatron import MegatronWriter
 from lathe.data.paddle import PaddleWriter
 from lathe.data.rows import TextKey
 from lathe.data.sentences import SentenceSplitter, sentence_rules
-from lathe.data.shard import Shard
-from lathe.data.sources import Document, named, no_text, opened
+from lathe.data.sources import Document, Shard, named, no_text, opened
 from lathe.data.spool import Spool, line
 from lathe.data.tokenizer import (
     end_token,
@@ -179,22 +178,18 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
         else:
             sentences, counts = splitter.split(batch)
             ids, sizes = encode(sentences)[:2]
-            yield _framed(_without_empty(TokenBatch(ids, sizes, counts)), bos, eos)
-
-
-def _without_empty(batch: TokenBatch) -> TokenBatch:
-    """Drop sequences without a token, such as those of characters that a tokenizer ignores, but
-    keep one for every document."""
-    assert batch.sequences is not None
-    documents = np.repeat(np.arange(batch.documents), batch.sequences)
-    kept = batch.sizes > 0
-    counts = np.bincount(documents[kept], minlength=batch.documents)
-    kept[(np.cumsum(batch.sequences) - 1)[counts == 0]] = True
-    return TokenBatch(batch.ids, batch.sizes[kept], np.maximum(counts, 1))
+            # Sequences without a token, such as those of characters that a tokenizer ignores, are
+            # dropped; but one is kept for every document.
+            documents = np.repeat(np.arange(len(counts)), counts)
+            kept = sizes > 0
+            kept_counts = np.bincount(documents[kept], minlength=len(counts))
+            kept[(np.cumsum(counts) - 1)[kept_counts == 0]] = True
+            sequences = np.maximum(kept_counts, 1)
+            yield _framed(TokenBatch(ids, sizes[kept], sequences), bos, eos)
 
 
 def _framed(batch: TokenBatch, bos: list[int], eos: int) -> TokenBatch:
-    """The documents, each between `bos` and `eos`."""
+    """The documents, each between `bos`, at its first sequence, and `eos`, at its last one."""
     sequences = np.ones_like(batch.sizes) if batch.sequences is None else batch.sequences
     lasts = np.cumsum(sequences) - 1
     firsts = lasts + 1 - sequences
@@ -203,6 +198,7 @@ def _framed(batch: TokenBatch, bos: list[int], eos: int) -> TokenBatch:
     sizes[lasts] += 1
     ends = np.cumsum(sizes)
     begins = (ends - sizes)[firsts]
+    # Frame tokens first, the text's own into the places that are left, all in one copy.
     ids = np.empty(ends[-1], batch.ids.dtype)
     is_text = np.ones(len(ids), bool)
     for places, token in ((ends[lasts] - 1, eos), *((begins + i, id) for i, id in enumerate(bos))):
@@ -262,7 +258,7 @@ def _kept(output: Path, wanted: dict[str, Any]) -> int | None:
         metadata = read_intact(output, SHARD.metadata_file, ShardMetadata, HINT)
     except UserError:
         return None
-    wanted = json.loads(json.dumps(wanted))
+    wanted = json.loads(json.dumps(wanted))  # tuples become lists, as in the file
     is_same = wanted.items() <= metadata.raw.items()
     is_same &= metadata.sentences == wanted.get("sentences")
     is_same &= metadata.chat_template_sha256 == wanted.get("chat_template_sha256")

@@ -1,4 +1,5 @@
-"""Tokenizers: read GPT-2's or any `tokenizers` file, or train a byte-level BPE."""
+"""Tokenizers: read GPT-2's or any `tokenizers` file, or train a byte-level BPE; and texts that tell
+tokenizers apart, to which every reader of one has to give the same ids."""
 
 import hashlib
 import json
@@ -32,6 +33,21 @@ FILES = ("tokenizer.json", *(name for pair in PAIRS for name in pair), ADDED)
 ID_LIMIT = 1 << 31  # token files hold int32
 SPARE_IDS = 65536  # a vocabulary may have gaps, but not be made of them
 HINT = "give an intact file"
+
+PROBE_TEXTS = (
+    "The strokes of the tool, and the other things; they have turned (twice).",
+    "def f(x):\n\tif x != 0x1F:\r\n        return {'a': [1, 2]}  # e.g.\n\n\nclass A_b2: pass\n",
+    'SELECT * FROM t WHERE id>=10;\n<div class="x">&amp;</div> https://a.b/c?d=1&e=%20 ../x\\y',
+    " It's  they'LL\t don't I'M we'Ve O'Neill's 'tis rock'n'roll\r\n\r\n  x \n",
+    "1 22 333 4444 55555 1,000,000.5e-7 x2y 3rd 2026-11-27 \u0663\u0664 \u00bd \u2167",
+    "\u6f22\u5b57\u3068\u4eee\u540d\u3001\u4e2d\u6587\u3002 \ud55c\uae00 \u0440\u0443\u0441\u0441"
+    "\u043a\u0438\u0439 na\u00efve",
+    "\U0001f917\U0001f469\u200d\U0001f467 x\U0001f600\U0001f600 !!?!...///\\\\ #@ HTTPServer",
+    "a  b   c    d\t\te \t f\n\n g\n \n\n\nh     ",
+    "   leading\u00a0and\u3000wide",
+)
+"""Prose, code, contractions, digits, CJK, emoji and runs of whitespace. Accents are composed,
+because llama.cpp omits Qwen's normalization to NFC."""
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -227,6 +243,7 @@ def _parse(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
 @contextmanager
 def _panics_muted() -> Iterator[None]:
     """Turn a panic in Rust into ValueError; panics derive from BaseException and print a stack."""
+    # Rust writes to the file descriptor itself: replacing `sys.stderr` would not mute it.
     sys.stderr.flush()
     kept = os.dup(2)
     try:
@@ -257,3 +274,19 @@ def _require_ids(tokenizer: Tokenizer, path: Path, eos: str) -> None:
             "give each its own id",
             Code.DUPLICATE,
         )
+
+
+def probes(tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """What a text is, for messages, and the text: `PROBE_TEXTS`, and every added token, alone and
+    inside text, where each of its flags changes the ids."""
+    for text in PROBE_TEXTS:
+        yield described(text), text
+    for token in tokenizer.get_added_tokens_decoder().values():
+        name = token.content
+        for text in (name, f"one{name}two {name} three  {name}\n\n{name}{name}, 4{name} "):
+            yield f"the added token {name!r} in {text[:40]!r}", text
+
+
+def described(text: str) -> str:
+    """A text by its beginning, for messages."""
+    return f"the text {text[:40]!r}"

@@ -4,7 +4,7 @@ A data set of `lathe prepare` has an index of its training text's n-grams. The o
 is the share of its windows with an n-gram in the index (`lathe.data.training_index`); it is marked
 if that is at least `Offline_Eval.contaminated_overlap`. Nothing in the training text is missed, and
 the expected number of false positives is computed. A data set of conversations has an index of its
-prompts instead (`lathe.data.prompt_index`), in which the prompts of generative tasks are looked up.
+prompts instead (`PromptIndex`), in which the prompts of generative tasks are looked up.
 """
 
 import logging
@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import binom  # type: ignore[import-untyped]
 
-from lathe.data.prompt_index import PromptIndex
 from lathe.data.tokens import read_data_metadata
-from lathe.data.training_index import TrainingIndex
+from lathe.data.training_index import PromptIndex, TrainingIndex
 from lathe.evaluate.paired_evaluations import Pair
 
 log = logging.getLogger("lathe")

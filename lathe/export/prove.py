@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lathe.data.chat_template import FIX, sample_chat
-from lathe.data.probes import described, probes
+from lathe.data.tokenizer import described, probes
 from lathe.export.engines import ENGINES, Engine, NotInstalledError, open_engine
 from lathe.export.fidelity import (
     HALF_NOISE,

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from lathe.data.blended_samples import BlendedSamples, Share, draw
 from lathe.data.chat_samples import ChatSamples
-from lathe.data.samples import Samples, split_sequences
+from lathe.data.samples import BlendedSamples, Samples, Share, draw, split_sequences
 from lathe.data.tokenizer import require_same_vocabulary, vocab_size
 from lathe.data.tokens import TokenDataset
 from lathe.model.config import GPTConfig

@@ -15,7 +15,7 @@ from kfp.dsl.graph_component import GraphComponent
 from components.machines import Pool
 from components.stages import component
 from lathe import backends
-from lathe.data.newest import NEWEST
+from lathe.data.run_inputs import NEWEST
 from lathe.train.batches import resolve_batch
 from lathe.train.layout import mesh_shape
 from lathe.train.plan import require_fit

@@ -12,8 +12,8 @@ from typing import Any
 from components.stages import step_names
 from lathe import backends
 from lathe.data.chats import chat_reader
-from lathe.data.newest import NEWEST, resolve
 from lathe.data.rows import RowText, TextKey
+from lathe.data.run_inputs import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
 from lathe.evaluate.tasks import task_named

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from components.stages import FUNCTION, component
 from lathe.backends.paddle_process import PYTHON_VARIABLE as PADDLE
-from lathe.data.contents import content
+from lathe.data.run_inputs import content
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError

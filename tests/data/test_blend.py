@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.data.blend import blend, parse_part
-from lathe.data.blended_samples import BlendedSamples, Share, blending_indices, draw
 from lathe.data.megatron import TokenArrays
-from lathe.data.samples import Samples
+from lathe.data.samples import BlendedSamples, Samples, Share, blending_indices, draw
 from lathe.data.tokens import WRITERS, TokenBlend, TokenDataset, TokenSequences
 from lathe_base.artifacts.kinds import DATA
 from lathe_base.errors import Code

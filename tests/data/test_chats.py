@@ -16,7 +16,7 @@ from lathe.data.chats import ChatEncoder, Chats
 from lathe.data.fast_tokenizer import TokenBatch
 from lathe.data.join import join
 from lathe.data.prepare import prepare
-from lathe.data.shard import Shard
+from lathe.data.sources import Shard
 from lathe.data.tokenize import tokenize
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset, TokenSequences, read_data_metadata

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lathe.data.cleaning import Reading, counted
 from lathe.data.prepare import prepare
-from lathe.data.shard import Shard
+from lathe.data.sources import Shard
 from lathe.data.tokenize import tokenize
 from lathe.data.tokens import TokenDataset
 from lathe.model.folder import training_data

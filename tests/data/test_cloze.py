@@ -1,4 +1,4 @@
-from lathe.data import cloze
+from lathe.data import prepare
 
 FILLER = [
     "The harbour was quiet that evening and only a few lamps were burning along the wall.",
@@ -9,7 +9,7 @@ FILLER = [
 
 
 def cloze_passages(documents: list[str], limit: int) -> list[str]:
-    return [passage.text for passage in cloze.cloze_passages(documents, limit)]
+    return [passage.text for passage in prepare.cloze_passages(documents, limit)]
 
 
 def passages(*sentences: str, limit: int = 10) -> list[str]:
@@ -98,5 +98,5 @@ def test_a_passage_reads_as_lambada_does() -> None:
 def test_a_passage_says_which_document_it_is_from() -> None:
     texts = [" ".join([*FILLER, f"We all saw the water. Then number {i} came."]) for i in range(3)]
     other = " ".join([*FILLER[::-1], "Nobody ever saw the boats."])
-    found = cloze.cloze_passages([texts[0], "Nothing.", other], 10)
+    found = prepare.cloze_passages([texts[0], "Nothing.", other], 10)
     assert [passage.document for passage in found] == [0, 2]

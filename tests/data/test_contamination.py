@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from lathe.data.megatron import read_megatron
 from lathe.data.near_duplicates import near_duplicates
-from lathe.data.ngrams import BLOCK, BloomFilter, expected_rate, ngram_keys
 from lathe.data.prepare import prepare
 from lathe.data.samples import split_boundaries
-from lathe.data.training_index import TrainingIndex
+from lathe.data.training_index import BLOCK, BloomFilter, TrainingIndex, expected_rate, ngram_keys
 from lathe.evaluate.contamination import TrainingText, training_text
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code

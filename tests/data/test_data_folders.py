@@ -13,10 +13,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from lathe.data.contents import content
-from lathe.data.newest import resolve
-from lathe.data.shard import Shard
-from lathe.data.sources import TEXT, documents, opened
+from lathe.data.run_inputs import content, resolve
+from lathe.data.sources import TEXT, Shard, documents, opened
 from lathe_base.errors import Code
 from tests.support.errors import raises
 

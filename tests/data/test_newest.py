@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lathe.data.newest import resolve
 from lathe.data.prepare import prepare
+from lathe.data.run_inputs import resolve
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code
 from lathe_base.storage import remove, upload, write_text

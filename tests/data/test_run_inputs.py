@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lathe.data.contents import content, require_unchanged
-from lathe.data.run_inputs import look_up
+from lathe.data.run_inputs import content, look_up, require_unchanged
 from lathe.data.tokenizer import PAIRS
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code, StageError

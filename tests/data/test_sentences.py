@@ -24,7 +24,7 @@ from lathe.data.join import join
 from lathe.data.prepare import prepare
 from lathe.data.samples import Samples
 from lathe.data.sentences import MAX_WINDOW, WINDOW, SentenceSplitter
-from lathe.data.shard import Shard
+from lathe.data.sources import Shard
 from lathe.data.tokenize import encoded, tokenize
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset

@@ -15,10 +15,9 @@ import zstandard
 from lathe.data.corpus_tokenizer import make_tokenizer
 from lathe.data.join import join
 from lathe.data.megatron import MegatronWriter
-from lathe.data.newest import NEWEST
 from lathe.data.prepare import prepare
-from lathe.data.shard import Shard, Span
-from lathe.data.sources import TEXT, opened
+from lathe.data.run_inputs import NEWEST
+from lathe.data.sources import TEXT, Shard, Span, opened
 from lathe.data.tokenize import tokenize, write_tokens
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code

@@ -20,8 +20,7 @@ from pyarrow import ipc, parquet
 from lathe.data.cleaning import Reading
 from lathe.data.prepare import prepare
 from lathe.data.rows import TextKey
-from lathe.data.shard import Shard
-from lathe.data.sources import TEXT, documents, opened
+from lathe.data.sources import TEXT, Shard, documents, opened
 from lathe_base.config.settings import PrepareSettings, Recipe
 from lathe_base.errors import Code
 from tests.support.errors import raises

@@ -22,8 +22,7 @@ from tokenizers import (
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Metaspace, Sequence, Split
 
 from lathe.data.gguf_metadata import gguf_metadata
-from lathe.data.gguf_splits import GPT4O, LLAMA3, QWEN2, TEKKEN
-from lathe.data.gguf_tokenizer import tokenizer_from_gguf
+from lathe.data.gguf_tokenizer import GPT4O, LLAMA3, QWEN2, TEKKEN, tokenizer_from_gguf
 from lathe.data.tokenizer import save_tokenizer
 from lathe.export.engines import Engine, LlamaCpp, OpenVINOGenAI, Transformers
 from lathe.export.export import write as write_graph

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from transformers.models.llama.tokenization_llama import LlamaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from lathe.data.gguf_splits import SPLITS
-from lathe.data.gguf_tokenizer import tokenizer_from_gguf
+from lathe.data.gguf_tokenizer import SPLITS, tokenizer_from_gguf
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gguf import import_gguf
 from lathe_base.config.settings import Recipe

@@ -10,9 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from lathe.data.blend import blend
-from lathe.data.blended_samples import blending_indices
 from lathe.data.megatron import MegatronWriter
-from lathe.data.samples import Samples
+from lathe.data.samples import Samples, blending_indices
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset, TokenSequences
 from lathe.train.batches import Batch, EvalBatches, TrainBatches, calibration_batches, open_data
