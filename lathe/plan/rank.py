@@ -136,7 +136,7 @@ class _TriedTrainer(Trainer):
         """Categorize the tensors that exist before the first step."""
         modules = [*(stage.gpt for stage in self.stages), *others]
         tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
-        tensors += self.half_weights.copies if self.half_weights else []
+        tensors += [*self.half_weights.copies.values()] if self.half_weights else []
         self.recorder.categorize(tensors, "weights")
         states = self.optimizer.state.values()
         self.recorder.categorize([x for state in states for x in state.values()], "optimizer")

@@ -203,6 +203,8 @@ class Loop(ABC):
                 steps,
             )
         with ExitStack() as stack:
+            # What has to end however the loop ends: the reading thread, the handler of SIGTERM, the
+            # collector of garbage, the progress bar, and in the first process the logs.
             stack.enter_context(closing(self.batches))
             stop_requested = stack.enter_context(watch_for_preemption())
             stack.enter_context(garbage_waits())
@@ -214,12 +216,13 @@ class Loop(ABC):
                 stack.enter_context(closing(trace))
             if self.at.step == 0:
                 self.at.first_eval_loss = self._evaluate(trace)
+            # An iteration launches a step and reads it or, on a GPU, the one before it.
             while self.at.step < steps:
-                # By the first process's clock.
+                # Saves by time follow the first process's clock: clocks differ.
                 waited = time.monotonic() - self._saved
                 is_due = self.group.is_first and waited >= 60 * self.engine.save_load.save_minutes
                 step = self._launch(StopSaveFlags(stop_requested(), is_due))
-                if step % GARBAGE_STEPS == 0:
+                if step % GARBAGE_STEPS == 0:  # nobody else collects, see `garbage_waits`
                     gc.collect(2 if step % (20 * GARBAGE_STEPS) == 0 else 1)
                 ended = step == steps
                 evaluates = step % self.engine.eval_freq == 0 or ended
@@ -237,7 +240,7 @@ class Loop(ABC):
                 self.poll_pending_save(wait=False)
                 if flags.stop and not ended:
                     break
-            if not steps:
+            if not steps:  # a run of no steps still writes a checkpoint, of what it started from
                 self._require_finite_loss()
                 self.save()
             self.poll_pending_save(wait=True)
@@ -287,7 +290,7 @@ class Loop(ABC):
             gradients = launched.read()
             if gradients.are_finite:
                 self.at.updates += 1
-            elif self.loss_scale.exhausted:
+            elif self.loss_scale.exhausted:  # else it is an overflow, and the update was skipped
                 self._stop_at_non_finite(launched.step, gradients.bad)
             self.loss_scale.update(gradients.are_finite)
             # A step that was in flight began, on the device, when the one before it ended.

@@ -2,7 +2,7 @@
 
 In the order of a step: gradients of 16-bit copies are added up in float32 (`HalfWeights`), those of
 which processes have parts of a sum are summed (`settle_partial`, `TiedEmbedding`), the norm is
-measured (`squared_norm`), they are unscaled and clipped (`scale_gradients`), and `update` takes the
+measured (`squared_norm`), they are unscaled and clipped (`clip_gradients`), and `update` takes the
 step of AdamW.
 """
 
@@ -89,35 +89,29 @@ class HalfWeights:
     Args:
         model: its weights keep their names and remain what `named_parameters` and `state_dict`
             give; weights that are frozen later must be frozen before.
+
+    Attributes:
+        copies: the copy of each weight, in the order of the model.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._copies: dict[nn.Parameter, Tensor] = {}
+        self.copies: dict[nn.Parameter, Tensor] = {}
         for module in model.modules():
             for name, weight in module._parameters.items():
                 if weight is None:
                     continue
-                if weight not in self._copies:  # a tied table is one weight in several modules
+                if weight not in self.copies:  # a tied table is one weight in several modules
                     copy = weight.detach().to(dtype)
-                    self._copies[weight] = copy.requires_grad_(weight.requires_grad)
+                    self.copies[weight] = copy.requires_grad_(weight.requires_grad)
                 # Python finds an instance's attribute before `nn.Module` looks up its parameters,
                 # which stay registered, so that `state_dict` has the float32 weights.
-                module.__dict__[name] = self._copies[weight]
-        self._trained = [weight for weight in self._copies if weight.requires_grad]
-
-    @property
-    def copies(self) -> list[Tensor]:
-        """The copies, in the order of the weights."""
-        return [*self._copies.values()]
-
-    def copy(self, weight: nn.Parameter) -> Tensor:
-        """The copy of a weight."""
-        return self._copies[weight]
+                module.__dict__[name] = self.copies[weight]
+        self._trained = [weight for weight in self.copies if weight.requires_grad]
 
     @torch.no_grad()
     def update(self) -> None:
         """Copy the weights again, after they have changed."""
-        copies, weights = self._copies.values(), self._copies.keys()
+        copies, weights = self.copies.values(), self.copies.keys()
         torch._foreach_copy_([local(copy) for copy in copies], [local(w) for w in weights])
 
     @torch.no_grad()
@@ -127,7 +121,7 @@ class HalfWeights:
         # The first micro-batch's are copied, later ones added: one kernel for all weights of each.
         first, had = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for weight in self._trained if weights is None else weights:
-            copy = self._copies[weight]
+            copy = self.copies[weight]
             if copy.grad is None:
                 continue
             if weight.grad is None:
@@ -228,8 +222,21 @@ def squared_norm(parameters: Sequence[nn.Parameter], replicas: int, device: torc
 
 
 @torch.no_grad()
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all gradients in place by a factor ()."""
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], norm: Tensor, limit: float, loss_scale: Tensor
+) -> None:
+    """Undo the loss scale and clip to a global norm, in one pass over the gradients, in place.
+
+    As `torch.nn.utils.clip_grad_norm_` does, but with a norm that is still on the device.
+
+    Args:
+        norm: () float64 of the gradients without the loss scale.
+        limit: 0 to leave them as they are.
+    """
+    factor = torch.ones_like(norm)
+    if limit:
+        factor = (torch.full_like(factor, limit) / (norm + 1e-6)).clamp(max=1.0)
+    factor = (factor / loss_scale).float()
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         # Those of offloaded weights are on the CPU, which must wait for the value.

@@ -76,7 +76,7 @@ class Replicas:
                     self._send()
 
             for weight in bucket:
-                leaf = half_weights.copy(weight) if half_weights else weight
+                leaf = half_weights.copies[weight] if half_weights else weight
                 leaf.register_post_accumulate_grad_hook(count_down)  # type: ignore[no-untyped-call]
 
     def expect_last(self) -> None:

@@ -6,7 +6,7 @@ after the whole model, so that any other layout of processes can read them.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from lathe.train.parallel import Stage
 from lathe.train.state_folder import StateFolder, unwritable
 from lathe.train.workers import Workers
 
@@ -97,38 +96,9 @@ def load_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
-def model_tensors(stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """Weights and buffers by their names in the whole model."""
-    return {
-        f"model.{name}": tensor
-        for stage in stages
-        for name, tensor in stage.gpt.state_dict().items()
-    }
-
-
-def optimizer_tensors(
-    stages: Sequence[Stage], optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
-    """Moments by the names of their weights."""
-    return {
-        f"optimizer.{name}.{key}": optimizer.state[parameter][key]
-        for stage in stages
-        for name, parameter in stage.gpt.named_parameters()
-        if parameter in optimizer.state
-        for key in ("exp_avg", "exp_avg_sq")
-    }
-
-
 def rng_tensors(workers: Workers) -> dict[str, Tensor]:
     """The states of this process's random generators."""
     states = {f"rng.{workers.rank}.cpu": torch.get_rng_state()}
     if workers.device.type == "cuda":
         states[f"rng.{workers.rank}.cuda"] = torch.cuda.get_rng_state(workers.device)
     return states
-
-
-def set_rng(states: Mapping[str, Tensor], workers: Workers) -> None:
-    """Restore the states of the random number generators."""
-    torch.set_rng_state(states[f"rng.{workers.rank}.cpu"])
-    if workers.device.type == "cuda":
-        torch.cuda.set_rng_state(states[f"rng.{workers.rank}.cuda"], workers.device)

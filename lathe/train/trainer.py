@@ -28,8 +28,8 @@ from lathe.train.optimizer import (
     DeviceLossScale,
     HalfWeights,
     TiedEmbedding,
+    clip_gradients,
     make_optimizer,
-    scale_gradients,
     settle_partial,
     squared_norm,
     update,
@@ -158,13 +158,8 @@ class Trainer(Loop):
         return results
 
     def update(self, rate: float) -> None:
-        # `clip_factor` and the loss scale in one pass over the gradients, which reads all of them.
-        # As tensors: the host does not know the norm yet.
         limit = self.recipe.Optimizer.grad_clip.clip_norm
-        factor = torch.ones_like(self.norm)
-        if limit:
-            factor = (torch.full_like(factor, limit) / (self.norm + 1e-6)).clamp(max=1.0)
-        scale_gradients(self.parameters, (factor / self.device_scale.value).float())
+        clip_gradients(self.parameters, self.norm, limit, self.device_scale.value)
         update(self.optimizer, rate, self.overflow)
         self.device_scale.update(self.overflow)
         if self.half_weights is not None:
@@ -236,14 +231,21 @@ class Trainer(Loop):
         return Documents(tuple(sizes.tolist()), self._to_device(positions))
 
     def _tensors(self) -> dict[str, Tensor]:
-        """The tensors to save, of a model with adapters only these; before the first update without
-        the moments, which are zero."""
-        weights = state.model_tensors(self.stages)
-        if self.has_adapters:
-            weights = {name: tensor for name, tensor in weights.items() if is_adapter(name)}
+        """The tensors to save, by their names in the whole model: of one with adapters only these,
+        and before the first update without the moments, which are zero."""
+        tensors: dict[str, Tensor] = {}
+        for stage in self.stages:
+            for name, tensor in stage.gpt.state_dict().items():
+                if is_adapter(name) or not self.has_adapters:
+                    tensors[f"model.{name}"] = tensor
         if not self.at.updates:
-            return weights
-        return weights | state.optimizer_tensors(self.stages, self.optimizer)
+            return tensors
+        for stage in self.stages:
+            for name, parameter in stage.gpt.named_parameters():
+                if parameter in self.optimizer.state:
+                    for key in ("exp_avg", "exp_avg_sq"):
+                        tensors[f"optimizer.{name}.{key}"] = self.optimizer.state[parameter][key]
+        return tensors
 
     def poll_pending_save(self, wait: bool) -> None:
         self.states.wait() if wait else self.states.poll()
@@ -278,7 +280,10 @@ class Trainer(Loop):
         if saved and metadata["layout"] == list(self.workers.mesh.shape):
             generators = state.rng_tensors(self.workers)
             state.load_tensors(saved, generators)
-            state.set_rng(generators, self.workers)
+            torch.set_rng_state(generators[f"rng.{self.workers.rank}.cpu"])
+            if self.workers.device.type == "cuda":
+                on_device = generators[f"rng.{self.workers.rank}.cuda"]
+                torch.cuda.set_rng_state(on_device, self.workers.device)
         else:
             # Dropout differs for every part of a batch and every stage, but not along `mp`, where
             # hidden states are the same unless the sequence is divided.

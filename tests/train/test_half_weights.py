@@ -109,15 +109,15 @@ def test_the_passes_see_copies_and_the_optimizer_weights() -> None:
         out = model(torch.randint(7, (3,)))
         assert out.dtype == torch.bfloat16
         out.square().sum().backward()
-        grads = [copy.grad for copy in half.copies]
+        grads = [copy.grad for copy in half.copies.values()]
         expected = [e + g.float() for e, g in zip(expected, grads, strict=True) if g is not None]
         half.collect_gradients()
-        assert not any(copy.grad is not None for copy in half.copies)
+        assert not any(copy.grad is not None for copy in half.copies.values())
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert parameter.grad is not None and torch.equal(parameter.grad, gradient)
         parameter.data += 1
     half.update()
-    for parameter, copy in zip(model.parameters(), half.copies, strict=True):
+    for parameter, copy in zip(model.parameters(), half.copies.values(), strict=True):
         assert torch.equal(copy, parameter.bfloat16())
 
 
