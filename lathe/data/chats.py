@@ -162,6 +162,8 @@ class Chats:
             if ends and whole[begin:end] != answer:
                 # Templates may drop the reasoning of earlier turns: then the end of it is left.
                 end = whole.find(ends[1], begin) + len(ends[1])
+            # The answer must not begin within the prompt for it, nor before what is written
+            # already.
             is_known = begin >= max(position, _common(prompt, render(i) if i else prompt))
             if not (is_known and end > begin and answer.endswith(whole[begin:end].lstrip())):
                 raise self._error(
@@ -226,22 +228,22 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
             f"write {Chats.example}",
             Code.MALFORMED,
         )
-    given = row[key]
+    turns = row[key]
     if key == "prompt":
-        sides = [("user", given), ("assistant", row.get("completion"))]
-        given = [
+        sides = [("user", turns), ("assistant", row.get("completion"))]
+        turns = [
             message
             for role, side in sides
             for message in (side if isinstance(side, list) else [{"role": role, "content": side}])
         ]
-    if not isinstance(given, list) or not given:
+    if not isinstance(turns, list) or not turns:
         raise UserError(
             f"{where}: {key} is not a list of messages", f"write {Chats.example}", Code.MALFORMED
         )
     if key == "conversations" and isinstance(row.get("system"), str) and row["system"]:
-        given = [{"from": "system", "value": row["system"]}, *given]
+        turns = [{"from": "system", "value": row["system"]}, *turns]
     messages = []
-    for number, message in enumerate(given, 1):
+    for number, message in enumerate(turns, 1):
         if isinstance(message, Mapping) and "from" in message:
             role = str(message["from"]).lower()
             message = {"role": ROLES.get(role, role), "content": message.get("value")}
@@ -301,6 +303,8 @@ class ChatEncoder:
     def __call__(self, documents: Sequence[str]) -> TokenBatch:
         """Ids of documents, with a mask."""
         texts = [re.sub(f"[{BEGIN}{END}]", "", document) for document in documents]
+        # The tokenizer encodes a batch on all cores; texts with the names of special tokens in
+        # messages go through it in parts, one after the other.
         whole = iter(
             self.tokenizer.encode_batch(
                 [text for text in texts if BREAK not in text], add_special_tokens=False
@@ -317,6 +321,7 @@ class ChatEncoder:
             mask = np.zeros(len(ids), bool)
             for begin, end in _spans(document):
                 mask |= (characters[:, 0] < end) & (characters[:, 1] > begin)
+            # What the tokenizer puts before a text, unless the template has written it.
             bos = self.bos if ids[: len(self.bos)] != self.bos else []
             all_ids.append(np.array([*bos, *ids], np.uint32))
             masks.append(np.append(np.zeros(len(bos), bool), mask))

@@ -138,11 +138,11 @@ def _raise(error: OSError) -> NoReturn:
     raise explain_os_error(error)
 
 
-def chosen(place: Located, names: Sequence[str], data: Sequence[str], card: str) -> Sequence[str]:
+def chosen(located: Located, names: Sequence[str], data: Sequence[str], card: str) -> Sequence[str]:
     """The files of a folder that belong to its text, in reading order.
 
-    Of a data set repository these are the files of one split, `train` unless `place` names another
-    one, or `all`; of any other folder, all data files.
+    Of a data set repository these are the files of one split, `train` unless `located` names
+    another one, or `all`; of any other folder, all data files.
 
     Args:
         place: the folder, and the requested config and split.
@@ -154,35 +154,35 @@ def chosen(place: Located, names: Sequence[str], data: Sequence[str], card: str)
         UserError: there is no such split or config, several configs and none requested, or the
             card is broken.
     """
-    _, config, split, *more = (*place.suffix.split(":"), "", "", "")
+    _, config, split, *more = (*located.suffix.split(":"), "", "", "")
     if any(more):
         raise UserError(
-            f"{place.location}{place.suffix}: not a split",
+            f"{located.location}{located.suffix}: not a split",
             "write FOLDER:CONFIG:SPLIT",
             Code.INVALID_VALUE,
         )
-    metadata = _metadata(card, f"{place.location.rstrip('/')}/{CARD}")
+    metadata = _metadata(card, f"{located.location.rstrip('/')}/{CARD}")
     # Files about the data, such as its license and the card, belong to a folder of texts only.
     paths = map(PurePosixPath, data)
     rows = [str(path) for path in paths if not is_notice(path) and path.name not in METADATA]
-    if not (place.suffix or _is_repository(names, data, rows, metadata)):
+    if not (located.suffix or _is_repository(names, data, rows, metadata)):
         return data
-    configs = _configs(metadata, f"{place.location.rstrip('/')}/{CARD}")
-    config = _config(configs, config, place)
-    splits = _card_splits(configs[config], config, rows, place) if config else infer(rows)
-    files = _split(splits, config, split or TRAIN, place)
+    configs = _configs(metadata, f"{located.location.rstrip('/')}/{CARD}")
+    config = _config(configs, config, located)
+    splits = _card_splits(configs[config], config, rows, located) if config else infer(rows)
+    files = _split(splits, config, split or TRAIN, located)
     others = [
-        place.part(config if len(configs) > 1 else "", other)
+        located.part(config if len(configs) > 1 else "", other)
         for other in (*splits, ALL)
         if other != (split or TRAIN)
     ]
     if len(splits) > 1:
         log.info(
             "%s: split %s, %d of %d files; %s and %s for others",
-            *(place.location, split or TRAIN, len(files), len(rows)),
+            *(located.location, split or TRAIN, len(files), len(rows)),
             *(", ".join(others[:-1]), others[-1]),
         )
-    return _of_one_kind(files, place.location)
+    return _of_one_kind(files, located.location)
 
 
 def infer(names: Sequence[str]) -> Splits:
@@ -252,13 +252,13 @@ def _configs(metadata: Mapping[str, Any], where: str) -> dict[str, Mapping[str, 
     return {str(config["config_name"]): config for config in configs}
 
 
-def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, place: Located) -> str:
+def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, located: Located) -> str:
     """The requested config, or else the default one; empty if there are none."""
     among = f" among {_listed(configs)}" if configs else ": it has none"
     if requested and requested not in configs:
-        hint = f"name one: {place.part(next(iter(configs)))}" if configs else "leave it out"
+        hint = f"name one: {located.part(next(iter(configs)))}" if configs else "leave it out"
         raise UserError(
-            f"{place.location}: no config {requested!r}{among}", hint, Code.UNKNOWN_NAME
+            f"{located.location}: no config {requested!r}{among}", hint, Code.UNKNOWN_NAME
         )
     defaults = [n for n, config in configs.items() if n == "default" or config.get("default")]
     if requested or not configs:
@@ -266,14 +266,14 @@ def _config(configs: Mapping[str, Mapping[str, Any]], requested: str, place: Loc
     if len(configs) == 1 or len(defaults) == 1:
         return (defaults or [*configs])[0]
     raise UserError(
-        f"{place.location}: several configs: {_listed(configs)}",
-        f"name one: {place.part(next(iter(configs)))}",
+        f"{located.location}: several configs: {_listed(configs)}",
+        f"name one: {located.part(next(iter(configs)))}",
         Code.AMBIGUOUS,
     )
 
 
 def _card_splits(
-    config: Mapping[str, Any], name: str, rows: Sequence[str], place: Located
+    config: Mapping[str, Any], name: str, rows: Sequence[str], located: Located
 ) -> Splits:
     """The splits of a config.
 
@@ -281,7 +281,7 @@ def _card_splits(
         UserError: its `data_files` are neither a path, nor a list of paths or of splits with
             paths, or there is no such file.
     """
-    where = f"{place.location.rstrip('/')}/{CARD}: config {name!r}"
+    where = f"{located.location.rstrip('/')}/{CARD}: config {name!r}"
     folder = str(config.get("data_dir") or "").strip("/")
     prefix = f"{folder}/" if folder else ""
     if config.get("data_files") is None:
@@ -327,14 +327,14 @@ def _paths(data_files: Any, where: str) -> Iterator[tuple[str, list[str]]]:
         yield entry["split"], paths
 
 
-def _split(splits: Splits, config: str, split: str, place: Located) -> list[str]:
+def _split(splits: Splits, config: str, split: str, located: Located) -> list[str]:
     if split == ALL and ALL not in splits:
         return [*dict.fromkeys(name for files in splits.values() for name in files)]
     if split not in splits and splits:
         first = next(iter(splits))
         raise UserError(
-            f"{place.location}: no split {split!r} among {_listed(splits)}",
-            f"name one: {place.part(config, first)}, or {place.part(config, ALL)}",
+            f"{located.location}: no split {split!r} among {_listed(splits)}",
+            f"name one: {located.part(config, first)}, or {located.part(config, ALL)}",
             Code.UNKNOWN_NAME,
         )
     return splits.get(split, [])

@@ -48,17 +48,17 @@ class SentenceSplitter:
         ends, begin, size = [0], 0, WINDOW
         while begin < len(text):
             window = narrow[begin : begin + size]
-            found = self._ends(window)
+            window_ends = self._ends(window)
             if begin + size >= len(text):
-                found[-1:] = [len(window)]
-            elif len(found) > 1:
-                found.pop()  # it may go on behind the window
+                window_ends[-1:] = [len(window)]
+            elif len(window_ends) > 1:
+                window_ends.pop()  # it may go on behind the window
             elif size < MAX_WINDOW or window.isspace():
                 size *= 2
                 continue
             else:
-                found = [len(window)]
-            ends += [begin + end for end in found]
+                window_ends = [len(window)]
+            ends += [begin + end for end in window_ends]
             begin, size = ends[-1], WINDOW
         return [text[begin:end] for begin, end in pairwise(ends)]
 

@@ -252,18 +252,19 @@ def opened(source: str, shard: Shard = WHOLE) -> Iterator[Corpus]:
     Raises:
         UserError: see `documents`.
     """
-    place = locate(source)
+    located = locate(source)
     if source == "python":
         yield Corpus([CorpusFile(f"python {platform.python_version()}", 1, _python_rows)])
     elif source.startswith("hf://"):
         yield Corpus([_data_set(source)])
-    elif any(os.path.isfile(os.path.join(place.location, name)) for name in SAVED):
+    # The folder of a data set that `datasets` has saved is read by it.
+    elif any(os.path.isfile(os.path.join(located.location, name)) for name in SAVED):
         yield Corpus([_data_set(f"hf://{source}")])
     elif is_remote(source):
         with tempfile.TemporaryDirectory() as folder:
-            yield Corpus(_fetched(place, Path(folder), shard))
+            yield Corpus(_fetched(located, Path(folder), shard))
     else:
-        yield Corpus(_files(fetch(place.location, Path()), place))
+        yield Corpus(_files(fetch(located.location, Path()), located))
 
 
 def spans(files: Iterable[CorpusFile]) -> Iterator[tuple[CorpusFile, Span]]:
@@ -275,45 +276,45 @@ def spans(files: Iterable[CorpusFile]) -> Iterator[tuple[CorpusFile, Span]]:
         begin += file.size
 
 
-def _fetched(place: Located, folder: Path, shard: Shard) -> list[CorpusFile]:
-    source = place.location
+def _fetched(located: Located, folder: Path, shard: Shard) -> list[CorpusFile]:
+    source = located.location
     # A store lists names and sizes, which tell the files of the shard; else all are fetched.
     sizes = sizes_below(source) if is_store(source) and shard.of > 1 else {}
     if not sizes:
-        return _files(fetch(source, folder), place)
+        return _files(fetch(source, folder), located)
     card = fetch(source, folder, {CARD}) / CARD if CARD in sizes else folder / CARD
-    names = _texts([*sizes], place, card)
+    names = _texts([*sizes], located, card)
     files = [_file(folder / name, name, sizes[name]) for name in names]
     if wanted := {file.name for file, span in spans(files) if shard.reads(span)}:
         fetch(source, folder, wanted)
     return files
 
 
-def _files(path: Path, place: Located) -> list[CorpusFile]:
+def _files(path: Path, located: Located) -> list[CorpusFile]:
     if path.is_dir():
         files = []
-        for name in _texts(names_below(path), place, path / CARD):
+        for name in _texts(names_below(path), located, path / CARD):
             try:
                 size = (path / name).stat().st_size
             except OSError:  # which reading it explains
                 size = 0
             files.append(_file(path / name, name, size))
         return files
-    if place.suffix:
+    if located.suffix:
         raise UserError(
-            f"{named(place.location)}: a file, which has no splits",
-            f"leave out {place.suffix}",
+            f"{named(located.location)}: a file, which has no splits",
+            f"leave out {located.suffix}",
             Code.WRONG_KIND,
         )
     require_readable(PurePosixPath(path.name), str(path), IN_FOLDERS)
     return [_file(path, path.name, path.stat().st_size)]
 
 
-def _texts(names: Sequence[str], place: Located, card: Path) -> Sequence[str]:
+def _texts(names: Sequence[str], located: Located, card: Path) -> Sequence[str]:
     """The names of a folder's text files, in reading order."""
-    data = data_files(names, named(place.location), IN_FOLDERS)
+    data = data_files(names, named(located.location), IN_FOLDERS)
     has_card = CARD in names and card.is_file()
-    return chosen(place, names, data, read_text(card) if has_card else "")
+    return chosen(located, names, data, read_text(card) if has_card else "")
 
 
 def _file(path: Path, name: str, size: int) -> CorpusFile:

@@ -121,16 +121,16 @@ class BloomFilter:
         """Add (k,) keys; many at once are faster, since they are put into the filter in order."""
         keys = np.sort(keys)
         for begin in range(0, len(keys), BLOCK_KEYS):
-            places, masks = self._places(keys[begin : begin + BLOCK_KEYS])
-            np.bitwise_or.at(self.words, places, masks)
+            word_indexes, masks = self._words_and_masks(keys[begin : begin + BLOCK_KEYS])
+            np.bitwise_or.at(self.words, word_indexes, masks)
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """(k,) whether each key was added, or is a false positive."""
-        places, masks = self._places(keys)
-        is_member: NDArray[np.bool_] = (self.words[places] & masks) == masks
+        word_indexes, masks = self._words_and_masks(keys)
+        is_member: NDArray[np.bool_] = (self.words[word_indexes] & masks) == masks
         return is_member
 
-    def _places(self, keys: Keys) -> tuple[NDArray[np.int64], Keys]:
+    def _words_and_masks(self, keys: Keys) -> tuple[NDArray[np.int64], Keys]:
         """(k,) word of each key and its bits in it."""
         masks = _MASKS.take((keys >> np.uint64(16)).astype(np.uint16))
         return (keys >> self._shift).view(np.int64), masks

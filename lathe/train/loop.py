@@ -323,9 +323,9 @@ class Loop(ABC):
         """Raise UserError with rank and documents of the micro-batches that caused it."""
         documents = [d for i in bad for d in self.batches.documents(step - 1, i)]
         reports = enumerate(self.group.gather(documents))
-        places = [f"rank {rank}, documents {', '.join(names)}" for rank, names in reports if names]
+        causes = [f"rank {rank}, documents {', '.join(names)}" for rank, names in reports if names]
         raise UserError(
-            f"step {step}: loss or gradient is not finite on {'; '.join(places)}",
+            f"step {step}: loss or gradient is not finite on {'; '.join(causes)}",
             "check these documents; lower Optimizer.lr.max_lr or lengthen the warm-up. The last "
             f"checkpoint is in {self.output / STATE}",
             Code.NOT_FINITE,

@@ -56,10 +56,10 @@ def describe_network(text: str, nodes: int, locked: int) -> None:
     chosen = re.findall(
         r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?$", text, re.M
     )
-    found = re.findall(r"NCCL INFO NET/\S+ : Using(.+)$", text, re.M)
+    named = re.findall(r"NCCL INFO NET/\S+ : Using(.+)$", text, re.M)
     if not chosen:
         return
-    network, devices = chosen[-1].strip(), found[-1].strip() if found else "devices not named"
+    network, devices = chosen[-1].strip(), named[-1].strip() if named else "devices not named"
     log.info("NCCL's network between nodes: %s (%s)", network, devices)
     if nodes == 1:
         return

@@ -118,20 +118,20 @@ class Trace:
             progress.tell(status)
             self.pending.clear()
 
-    def evaluation(self, step: int, loss: float, of_sets: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, loss: float, set_losses: Mapping[str, float]) -> None:
         """Record a validation loss, nats per token, and those of the data sets of a blend."""
         perplexity = math.exp(loss)
         values = {"eval_loss": loss, "eval_perplexity": perplexity}
-        values |= {f"eval_loss.{name}": value for name, value in of_sets.items()}
+        values |= {f"eval_loss.{name}": value for name, value in set_losses.items()}
         self._write({"step": step, **values})
         if self.reporter:
             self.reporter.metrics(values)
-        losses = {f"validation/loss/{name}": value for name, value in of_sets.items()}
+        losses = {f"validation/loss/{name}": value for name, value in set_losses.items()}
         self._plot(step, {"validation/loss": loss, "validation/perplexity": perplexity} | losses)
         log.info(
             "validation at step %d: loss %.4f, perplexity %.2f%s",
             *(step, loss, perplexity),
-            "".join(f"; {name} {value:.4f}" for name, value in of_sets.items()),
+            "".join(f"; {name} {value:.4f}" for name, value in set_losses.items()),
         )
 
     def close(self) -> None:

@@ -269,14 +269,16 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
             for group in dist.distributed_c10d._world.pg_map:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
             log_network(device, rank, size)
-            beats, own = None, None
+            heartbeats, poll_store = None, None
             if size > 1:
                 clone = store.clone  # type: ignore[attr-defined]  # which its type lacks
-                beats, own = stack.enter_context(Heartbeats(clone(), rank, size)), clone()
+                heartbeats = stack.enter_context(Heartbeats(clone(), rank, size))
+                poll_store = clone()  # requests of one client wait for each other
             stack.enter_context(
                 deterministic(device.type == "cuda" and recipe.Engine.deterministic)
             )
-            yield Workers(rank, size, device, mesh, replicas, files, timeout, own, beats)
+            groups = (mesh, replicas, files)
+            yield Workers(rank, size, device, *groups, timeout, poll_store, heartbeats)
     finally:
         dist.destroy_process_group()
 
