@@ -74,6 +74,7 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
             (work / name).mkdir()
             for path in filter(Path.is_file, part.folder.iterdir()):
                 _link(path, work / name / path.name)
+            # The digest by which `TokenDataset.open` notices a part that was changed.
             metadata = json.dumps(part.metadata, sort_keys=True).encode()
             entries.append(
                 {

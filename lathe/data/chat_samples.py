@@ -53,6 +53,7 @@ class ChatSamples:
         self.dropped = int(np.count_nonzero(counted == 0))
         whole = dataset.sizes[documents.start : documents.stop]
         self.cut = int(np.count_nonzero((counted > 0) & (self.sizes < whole)))
+        # Rows are made of the examples that fit, which keep their numbers in the data set.
         kept = np.flatnonzero(counted)
         if not len(kept):
             raise UserError(
@@ -74,7 +75,7 @@ class ChatSamples:
         return other
 
     def _order(self, num_samples: int, seed: int) -> NDArray[np.int64]:
-        rng = np.random.RandomState(seed)
+        rng = np.random.RandomState(seed)  # the generator of `SampleIndex`
         epochs = max(1, -(-num_samples // self.per_epoch))
         return np.concatenate([rng.permutation(self.per_epoch) for _ in range(epochs)])
 
@@ -151,6 +152,7 @@ def pack(sizes: Sequence[int] | NDArray[np.int64], room: int) -> list[list[int]]
     by_space: dict[int, list[int]] = {}  # space that is left -> rows
     spaces: list[int] = []  # the keys, sorted
     for i in np.argsort(-np.asarray(sizes), kind="stable").tolist():
+        # The row with the least space that is enough; a new row if there is none.
         size = int(sizes[i])
         at = bisect.bisect_left(spaces, size)
         if at < len(spaces):

@@ -76,7 +76,7 @@ def make_tokenizer(
             row_text = TextKey(settings.text_key)
             lines = map(line, documents(source, row_text, Reading(settings)))
             spool = Spool(work.with_name("documents"), lines, f"read {named(source)}")
-            spool = with_validation(spool, split)
+            spool = with_validation(spool, split)  # pieces, if `prepare` would cut documents
             training = split_boundaries(split, spool.documents)[1]
             used = train_tokenizer(islice(spool, training), settings.vocab_size)
             metadata["trained_on"] = trained_on(recipe, spool)

@@ -82,6 +82,7 @@ class Encoder:
         """
         if self._fast is None:
             return self._exact(texts)
+        # Of every batch, the middle of the longest text is encoded by both.
         longest = max(texts, key=len)
         begin = max(0, len(longest) - CHECKED_CHARACTERS) // 2
         part = [longest[begin : begin + CHECKED_CHARACTERS]]

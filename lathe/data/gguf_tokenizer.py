@@ -183,6 +183,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{source}: not a tokenizer: {error}", HINT, Code.MALFORMED) from error
+    # Where the file does not say, llama.cpp puts a token before texts of these tokenizers.
     begins = vocabulary.model == "llama" or (
         vocabulary.model == "gpt2" and SPLITS[vocabulary.pre].whole_first
     )

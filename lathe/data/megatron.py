@@ -26,7 +26,7 @@ MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOAT_CODES = (6, 7)
-U16_BELOW = 65500
+U16_BELOW = 65500  # as in Megatron's `best_fitting_dtype`
 CHECKED_TOKENS = 1 << 24
 """Number of tokens whose ids are checked at a time."""
 
@@ -166,6 +166,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     Raises:
         UserError: another format, truncated, or two files that do not belong together.
     """
+    # The header, and a length that fits its counts.
     with open_file(idx_file) as file:
         index = file.read()
     if len(index) < HEADER.size or not index.startswith(MAGIC):
@@ -193,6 +194,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             "copy or prepare the data set again; the file is truncated",
             Code.CORRUPT,
         )
+    # The arrays of the index, which are views of its bytes; the tokens stay on the disk.
     dtype = np.dtype(TOKEN_DTYPES[code])
     sizes = np.frombuffer(index, "<i4", n, HEADER.size)
     pointers = np.frombuffer(index, "<i8", n, HEADER.size + 4 * n)
@@ -209,6 +211,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
         raise UserError(
             f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}", hint, Code.CORRUPT
         )
+    # Sequences may be in any order in `.bin`, but within it, and none in another.
     lengths = sizes.astype(np.int64) * dtype.itemsize
     inside = (sizes >= 0) & (pointers >= 0) & (pointers <= size - lengths)
     if not inside.all() or (pointers % dtype.itemsize).any():
@@ -228,7 +231,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             "prepare the data set again",
             Code.CORRUPT,
         )
-    tokens = np.memmap(bin_file, dtype, "r") if size else np.zeros(0, dtype)
+    tokens = np.memmap(bin_file, dtype, "r") if size else np.zeros(0, dtype)  # mmap takes no 0
     mask, mask_file = None, _mask_file(bin_file)
     if size and mask_file.is_file():
         mask = np.memmap(mask_file, "u1", "r") if mask_file.stat().st_size else np.zeros(0, "u1")

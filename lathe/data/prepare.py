@@ -257,6 +257,7 @@ def _write_tokens(
     left_out = np.zeros(0, np.int64)
     if settings.keep_heldout_apart:
         sizes = arrays.document_sizes
+        # Before the files are final, since what is near a held-out document shows in the ids.
         if text.chats:  # whose system prompts are often longer than all else, and the same
             left_out = copies(arrays.tokens, sizes, split)
         else:
@@ -268,6 +269,7 @@ def _write_tokens(
         "Prepare.keep_heldout_apart=false keeps them",
         *(len(left_out), "" if text.chats else "near "),
     )
+    # Into other files first: `arrays` maps those that they replace.
     with TemporaryDirectory(dir=work) as folder:
         count = spool.documents - len(left_out)
         arrays = written(Path(folder), _without(arrays, left_out), count, "leave out")
@@ -281,6 +283,7 @@ def _without(arrays: TokenArrays, left_out: NDArray[np.int64]) -> Batches:
     first_sequences = arrays.document_bounds
     first_tokens = np.concatenate(([0], np.cumsum(arrays.document_sizes, dtype=np.int64)))
     edges = [-1, *left_out.tolist(), arrays.documents]
+    # What lies between two dropped documents is copied, some documents at a time.
     for before, after in pairwise(edges):
         for begin in range(before + 1, after, COPIED_DOCUMENTS):
             end = min(begin + COPIED_DOCUMENTS, after)

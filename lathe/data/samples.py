@@ -63,7 +63,7 @@ def compute_boundaries(split: Sequence[float], n: int) -> list[int]:
     boundaries = [0]
     for share in split:
         boundaries.append(boundaries[-1] + round(share / sum(split) * n))
-    overshoot = boundaries[-1] - n
+    overshoot = boundaries[-1] - n  # of rounding, or negative
     return [0, *(max(0, boundary - overshoot) for boundary in boundaries[1:])]
 
 
@@ -221,6 +221,7 @@ def _sample_idx(
         block = sizes[doc_idx[first : first + BLOCK]]
         ends = np.cumsum(block, dtype=np.int64) + length
         length = int(ends[-1])
+        # The samples that start in this block: token i * seq_len is in one of its documents.
         starting = min(-(-length // seq_len), total + 1)
         for at in range(placed, starting, BLOCK):
             flat = np.arange(at, min(at + BLOCK, starting), dtype=np.int64) * seq_len

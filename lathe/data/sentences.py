@@ -44,6 +44,7 @@ class SentenceSplitter:
 
         Sentences longer than `MAX_WINDOW` characters are cut.
         """
+        # As long as the text, so that places in it are places in the text.
         narrow = text if text.isascii() else WIDE_SPACE.sub(" ", text)
         ends, begin, size = [0], 0, WINDOW
         while begin < len(text):

@@ -61,6 +61,7 @@ def with_validation(spool: Spool, split: Sequence[float]) -> Spool:
     """
     if not lacks_validation(split, spool.documents):
         return spool
+    # Pieces for all parts of the split; or, of too short a text, for training and validation.
     characters = sum(map(len, spool))
     for shares in (split, split[:2]):
         pieces = math.ceil(sum(shares) / min(share for share in shares if share > 0))
@@ -85,6 +86,7 @@ def _pieces(text: str, count: int) -> Iterator[str]:
         end = len(text) * i // count
         earliest = end - len(text) // count // 4
         if i < count:
+            # At the last line end in that quarter, or else the last space, or else in a word.
             breaks = (text.rfind(mark, earliest, end) + 1 for mark in ("\n", " "))
             end = next((position for position in breaks if position), end)
         if piece := text[begin:end].strip():
@@ -93,7 +95,7 @@ def _pieces(text: str, count: int) -> Iterator[str]:
 
 
 def line(text: str) -> bytes:
-    """The line of a document."""
+    """The line of a document, whose own line breaks JSON escapes."""
     return json.dumps(text, ensure_ascii=False).encode() + b"\n"
 
 

@@ -56,6 +56,7 @@ def arrow_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
 def _rows(batches: Iterable[Any], path: Path, row_text: RowText, takes: Takes) -> Rows:
     first = 0
     for batch in batches:
+        # A cell becomes a Python string only when the row's text is asked for.
         for index in filter(lambda i: takes(first + i), range(batch.num_rows)):
             yield Row(first + index, partial(_cell, batch, index, row_text, path, first + index))
         first += batch.num_rows
@@ -94,7 +95,9 @@ def csv_rows(path: Path, row_text: RowText, takes: Takes, delimiter: str = ",") 
     Raises:
         UserError: no column of this name; or the file is not text.
     """
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(sys.maxsize)  # 128 KiB by default, less than a long document
+    # The reader needs line ends for fields that contain them, in quotes. Without `strict` it would
+    # take a broken row for another one.
     lines = (f"{line}\n" for line in text_lines(path))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] | None = None

@@ -145,6 +145,7 @@ def _records(path: Path, wanted: set[str]) -> Iterator[tuple[Callable[..., str],
                 continue
             has_lines = ending not in wanted and file_kind(PurePosixPath(file)) in ARCHIVED_LINES
             sample = None if has_lines else f"{folder}{slash}{base}"
+            # A sample ends where a file with another name begins.
             if sample != name:
                 if name is not None:
                     yield _text, files, f"{path}: sample {name}"
@@ -167,6 +168,7 @@ def _records(path: Path, wanted: set[str]) -> Iterator[tuple[Callable[..., str],
 
 
 def _text(files: dict[str, bytes | str], where: str, row_text: RowText) -> str:
+    # `text`, the key where the text of other files is, here means a file or a key of the metadata.
     if row_text == TextKey("text"):
         row_text = TextKey(TEXT_ENDING if TEXT_ENDING in files else "json.text")
     is_raw = row_text == TextKey("json")

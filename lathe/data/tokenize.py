@@ -166,6 +166,7 @@ def encoded(texts: Iterable[str], tokenizer: Tokenizer, settings: PrepareSetting
     encode = Encoder(tokenizer, special_in_text, settings.fast_tokenizer)
     splitter = SentenceSplitter(settings.sentence_language) if settings.split_sentences else None
     for batch in _batches(texts):
+        # Told once; `Encoder` encodes such a text as ordinary text.
         if end and not special_in_text and any(end in text for text in batch):
             log.warning(
                 "a document contains %s, which is tokenized as ordinary text; to make it the "
@@ -214,6 +215,7 @@ def write_tokens(
     """Append all batches to token files, and log the speed."""
     started, tokens = time.perf_counter(), 0
     seconds, status = 0.0, ""
+    # The batches are lazy: their time is that of reading and tokenizing, too.
     with bar(doing, total=documents) as progress:
         for batch in batches:
             sequences = None if batch.sequences is None else batch.sequences.tolist()
@@ -260,6 +262,7 @@ def _kept(output: Path, wanted: dict[str, Any]) -> int | None:
         return None
     wanted = json.loads(json.dumps(wanted))  # tuples become lists, as in the file
     is_same = wanted.items() <= metadata.raw.items()
+    # Keys that do not apply are absent, so a shard that has them would pass.
     is_same &= metadata.sentences == wanted.get("sentences")
     is_same &= metadata.chat_template_sha256 == wanted.get("chat_template_sha256")
     return metadata.tokens if is_same else None

@@ -122,6 +122,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[EOS],
+        # All bytes, also those that these texts lack: no text is without tokens.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -202,6 +203,7 @@ def _from_pair(vocab: Path, merges: Path) -> Tokenizer:
     )
     added = _optional(vocab.with_name(ADDED))
     described = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+    # Of a token that only the older file has, nothing but its name is known.
     described |= {i: {"content": name} for name, i in added.items() if i not in described}
     for i, token in sorted(described.items()):
         known = {key: token[key] for key in ADDED_TOKEN & token.keys()}
@@ -232,6 +234,7 @@ def _parse(path: Path, read: Callable[[], Tokenizer]) -> Tokenizer:
     try:
         with os_errors(path), _panics_muted():
             tokenizer = read()
+            # Some broken definitions load, and fail or panic at the first text.
             tokenizer.decode(tokenizer.encode("a trial", add_special_tokens=False).ids)
             return tokenizer
     except OSError as error:

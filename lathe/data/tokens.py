@@ -183,6 +183,7 @@ def _open_blend(folder: Path, blend: DataMetadata) -> TokenBlend:
                 f"{part.folder}: is itself a blend", "blend its parts instead", Code.WRONG_KIND
             )
         weighted.append((weight, part))
+        # Blends of earlier versions do not say which data set a part was.
         if (said := digests[name]) and said != part.digest:
             raise UserError(f"{part.folder}: has changed since it was blended", HINT, Code.MISMATCH)
     widest = max(part.vocab_size for _, part in weighted)
@@ -209,7 +210,7 @@ def _open_sequences(folder: Path, metadata: dict[str, Any] | None) -> TokenSeque
             "prepare it from a corpus with text",
             Code.TOO_LITTLE_DATA,
         )
-    if metadata is None:
+    if metadata is None:  # of another tool
         metadata = {"format": format, "documents": documents, "tokens": tokens}
         if tokenizer_files(folder):
             tokenizer = load_tokenizer(folder)
@@ -236,6 +237,7 @@ def is_first_on_node() -> bool:
 
 
 def _check_ids(folder: Path, file: Path, arrays: TokenArrays, vocab_size: int) -> None:
+    # Remembered for a large file: the next command does not read all of its ids again.
     def check(_: Path) -> bool:
         check_ids(arrays, vocab_size, folder)
         return True
@@ -244,6 +246,7 @@ def _check_ids(folder: Path, file: Path, arrays: TokenArrays, vocab_size: int) -
 
 
 def _find_pair(folder: Path) -> tuple[str, Path, Path]:
+    # One file of two makes a pair, whose other file is then reported as missing.
     pairs: list[tuple[str, Path, Path]] = []
     for format, (first, second, _) in PAIRS.items():
         prefixes = {
