@@ -81,6 +81,7 @@ def _lora_job(recipe: Recipe, start: Checkpoint, data: Path) -> TrainingJob:
     count = sum(p.numel() for name, p in model.named_parameters() if lora.is_adapter(name))
     share = count / start.model.config.n_params
     log.info("training adapters of %s parameters, %.2f %% of the model", f"{count:,}", 100 * share)
+    # Filled before the adapters are merged into the weights, and written beside the checkpoint.
     adapters: dict[str, Tensor] = {}
 
     def weights(name: str, shape: torch.Size) -> Tensor:

@@ -121,6 +121,7 @@ def make_plan(
         layouts = possible_layouts(config, recipe, batch, used, gpus_per_node)
         return [candidate(layout) for layout in layouts if lora is None or layout.mp == 1]
 
+    # All layouts of all GPUs; if the batch cannot be divided over them, of any fewer.
     candidates = candidates_on(gpus)
     if not candidates:
         fewer = (
@@ -128,6 +129,7 @@ def make_plan(
             *range(2 * gpus_per_node, gpus, gpus_per_node),
         )
         candidates = [one for used in fewer for one in candidates_on(used)]
+    # The fastest of each mesh that fits, the leaner of equals; the fastest of all first.
     fastest: dict[tuple[int, ...], Candidate] = {}
     for one in sorted(candidates, key=lambda c: (c.time.total, c.memory.total)):
         at = one.layout

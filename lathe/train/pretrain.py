@@ -56,6 +56,7 @@ def pretrain(
             return TrainingJob("pretrain", model, start.tokenizer, init)
         assert tokenizer is not None
         config = model_config(recipe, data_vocab_size(data, tokenizer))
+        # No process allocates the whole model: each makes the initial tensors of its own stages.
         with torch.device("meta"):
             model = new_model(config, settings)
         weight_initializer = functools.partial(

@@ -104,12 +104,15 @@ def run_training(
     with flight_recorder(flight), join_workers(recipe) as workers:
         identity = run_identity(recipe, inputs, data, workers.data_size)
         require_batches(recipe, resolve_batch(recipe, workers.data_size).total)
+        # The first process locks the folder for the whole run; the others wait until it has done
+        # so, and learn from it whether there is anything to do.
         claim_lock = claimed(output, identity, data, *sources, teacher)
         with claim_lock if workers.is_first else nullcontext():
             workers.barrier()
             if workers.agree(lambda: is_finished(output, identity)):
                 log.info("%s is finished: nothing to do", output)
                 return workers.agree(lambda: read_result(output))
+            # Build the model, and divide it: each process keeps its own part of the weights.
             work = make(workers)
             config = work.model.config
             tokens = open_data(data, recipe, config, work.tokenizer)
@@ -127,6 +130,8 @@ def run_training(
             if teacher is not None:
                 folder = teacher
                 guide = make_teacher(recipe, lambda: load_checkpoint(folder).model, config, workers)
+            # All that may be wrong with the input has been reported: from here on files are
+            # written.
             if workers.is_first:
                 begin(output, identity)
             if workers.device.type == "cuda":
@@ -135,6 +140,7 @@ def run_training(
                 trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
                 trainer.run()
 
+            # From the last saved state, in which all processes have put their parts.
             def write() -> TrainResult:
                 state = trainer.states.folder.last()
                 _write_checkpoint(recipe, output, work, origin, trainer.figures(), state)
@@ -158,6 +164,7 @@ def kept_kernels(output: Path) -> Iterator[None]:
 
 
 def _state_weights(model: GPT) -> Weights:
+    """The model's own weights. What is returned keeps them, even when `model` moves elsewhere."""
     tensors = model.state_dict()
     return lambda name, shape: tensors[name]
 

@@ -42,8 +42,9 @@ class States:
         Args:
             extra: JSON values of the run; those of the first process are kept.
         """
-        self.wait()
+        self.wait()  # one save at a time
         partial = self.folder.partial(step)
+        # Returns when the tensors are copied to memory: the next steps may change them.
         future = async_save(
             dict(tensors),
             storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True),
@@ -61,7 +62,9 @@ class States:
         if self._writing is None:
             return
         done = self._writing[0].done()
-        if not self.folder.is_one_disk:  # to commit takes all of them
+        # On one disk the first process commits alone. Separate disks need all processes, which
+        # agree whether each has written its files.
+        if not self.folder.is_one_disk:
             waiting = torch.tensor(float(not done))
             dist.all_reduce(waiting, group=self._agreement)
             done = waiting.item() == 0
