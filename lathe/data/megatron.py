@@ -97,7 +97,7 @@ class MegatronWriter:
         self._dtype = np.dtype(TOKEN_DTYPES[self._code])
         self.sizes, self.sequences = array("i"), array("i")
         self._bin = self.files[0].open("wb")
-        self._mask = _mask_file(self.files[0]).open("wb") if has_mask else None
+        self._mask = self.files[0].with_suffix(".mask").open("wb") if has_mask else None
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a document of one sequence."""
@@ -147,10 +147,6 @@ class MegatronWriter:
             f.write(sizes.tobytes())
             f.write(np.concatenate(([0], ends[:-1])).astype("<i8")[:n].tobytes())
             f.write(cumulative(self.sequences).tobytes())
-
-
-def _mask_file(bin_file: Path) -> Path:
-    return bin_file.with_suffix(".mask")
 
 
 def cumulative(counts: Sequence[int]) -> NDArray[np.int64]:
@@ -232,7 +228,7 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
             Code.CORRUPT,
         )
     tokens = np.memmap(bin_file, dtype, "r") if size else np.zeros(0, dtype)  # mmap takes no 0
-    mask, mask_file = None, _mask_file(bin_file)
+    mask, mask_file = None, bin_file.with_suffix(".mask")
     if size and mask_file.is_file():
         mask = np.memmap(mask_file, "u1", "r") if mask_file.stat().st_size else np.zeros(0, "u1")
         if len(mask) != len(tokens):

@@ -52,12 +52,6 @@ def _warn_once(message: str) -> None:
         log.warning(message)
 
 
-def lacks_validation(split: Sequence[float], n: int) -> bool:
-    """Whether there are too few documents for the requested validation part."""
-    _, first, end, _ = compute_boundaries(split, n)
-    return split[1] > 0 and first == end
-
-
 def compute_boundaries(split: Sequence[float], n: int) -> list[int]:
     """The boundaries of `split_boundaries`, without a warning."""
     boundaries = [0]

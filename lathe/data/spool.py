@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zstandard
 
-from lathe.data.samples import lacks_validation
+from lathe.data.samples import compute_boundaries
 from lathe_base.progress import bar
 
 log = logging.getLogger("lathe")
@@ -59,7 +59,8 @@ def with_validation(spool: Spool, split: Sequence[float]) -> Spool:
     Documents are cut into equal pieces, at the end of a line or a word, as many as give every part
     of the split its share; where the text is too short for that, at least a validation part.
     """
-    if not lacks_validation(split, spool.documents):
+    _, first, end, _ = compute_boundaries(split, spool.documents)
+    if not split[1] or first < end:
         return spool
     # Pieces for all parts of the split; or, of too short a text, for training and validation.
     characters = sum(map(len, spool))

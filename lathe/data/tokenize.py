@@ -202,9 +202,10 @@ def _framed(batch: TokenBatch, bos: list[int], eos: int) -> TokenBatch:
     # Frame tokens first, the text's own into the places that are left, all in one copy.
     ids = np.empty(ends[-1], batch.ids.dtype)
     is_text = np.ones(len(ids), bool)
-    for places, token in ((ends[lasts] - 1, eos), *((begins + i, id) for i, id in enumerate(bos))):
-        ids[places] = token
-        is_text[places] = False
+    frame = [(ends[lasts] - 1, eos), *((begins + i, token) for i, token in enumerate(bos))]
+    for positions, token in frame:
+        ids[positions] = token
+        is_text[positions] = False
     ids[is_text] = batch.ids
     return TokenBatch(ids, sizes, batch.sequences)
 
