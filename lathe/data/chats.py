@@ -114,6 +114,7 @@ class Chats:
             UserError: it has no conversation, or one that the template rejects or in which the
                 assistant says nothing; names `where`.
         """
+        # A mark in a message would pass for one of the template's.
         messages, tools = conversation(row, where)
         text = json.dumps([messages, tools], ensure_ascii=False)
         if any(mark in text for mark in MARKS):
@@ -229,6 +230,7 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
             Code.MALFORMED,
         )
     turns = row[key]
+    # All forms become a list of OpenAI's messages.
     if key == "prompt":
         sides = [("user", turns), ("assistant", row.get("completion"))]
         turns = [
@@ -242,6 +244,7 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
         )
     if key == "conversations" and isinstance(row.get("system"), str) and row["system"]:
         turns = [{"from": "system", "value": row["system"]}, *turns]
+    # Each message is checked by the gateway's own model, so that what trains can also be served.
     messages = []
     for number, message in enumerate(turns, 1):
         if isinstance(message, Mapping) and "from" in message:
@@ -317,6 +320,7 @@ class ChatEncoder:
             else:
                 encoding = next(whole)
                 ids, offsets = encoding.ids, encoding.offsets
+            # A token is the assistant's if it has a character of one of its spans.
             characters = np.array(offsets, np.int64).reshape(-1, 2)
             mask = np.zeros(len(ids), bool)
             for begin, end in _spans(document):

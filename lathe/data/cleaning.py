@@ -89,7 +89,7 @@ class Reading:
         if settings.languages and language(text) not in settings.languages:
             return "other_languages"
         if settings.duplicates != "keep":
-            digest = hashlib.sha256(text.encode()).digest()[:16]
+            digest = hashlib.sha256(text.encode()).digest()[:16]  # 128 bits: no accidental equals
             if digest in self._digests:
                 return "exact_duplicates"
             self._digests.add(digest)

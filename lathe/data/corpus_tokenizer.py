@@ -99,6 +99,7 @@ def claim_apart(output: Path, kind: Kind, source: str, tokenizer: str | Path) ->
         raise UserError(
             "--tokenizer is empty", "give a file or a folder, or `train`", Code.INVALID_VALUE
         )
+    # A corpus on this disk, or a tokenizer, must not be in the folder that is replaced.
     local = [] if source == "python" else [locate(source.removeprefix("hf://")).location]
     claim_output_folder(output, kind, *local, *(Path(tokenizer) / name for name in FILES))
 

@@ -285,6 +285,8 @@ def _card_splits(
     folder = str(config.get("data_dir") or "").strip("/")
     prefix = f"{folder}/" if folder else ""
     if config.get("data_files") is None:
+        # A config with a folder alone: its splits are found by names, as in a folder without a
+        # card.
         below = [row.removeprefix(prefix) for row in rows if row.startswith(prefix)]
         splits = {split: [prefix + n for n in names] for split, names in infer(below).items()}
         if not splits:
@@ -342,6 +344,7 @@ def _split(splits: Splits, config: str, split: str, located: Located) -> list[st
 
 def _of_one_kind(names: Sequence[str], location: str) -> Sequence[str]:
     """The files of the most common kind, never Markdown beside others."""
+    # A repository may have the same rows twice, such as Parquet beside JSON: one of them is read.
     kinds = Counter(_kind(name) for name in names)
     if len(kinds) < 2:
         return names

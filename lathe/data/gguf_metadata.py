@@ -162,6 +162,7 @@ def _unigram(
     unknown = None if unk_id is None else vocab[unk_id][0]
     rounded = next((x for x, score in vocab if float(np.float32(score)) != score), None)
     learned = min((scores[token] for token in _learned_tokens(tokenizer)), default=0.0)
+    # What llama.cpp's Unigram lacks; the first that applies is named.
     reasons = {
         "byte_fallback": state["model"]["byte_fallback"],
         "no unk_id of an added token": unknown not in _added_tokens(tokenizer),
@@ -225,6 +226,8 @@ def _added_tokens(tokenizer: Tokenizer) -> set[str]:
 
 def _adds_space_prefix(tokenizer: Tokenizer, state: Mapping[str, Any], source: str) -> bool:
     """Whether every text between added tokens gets a space in front, as `add_space_prefix` says."""
+    # Spaces become SentencePiece's by normalizers (Prepend, Replace) or by a pre-tokenizer
+    # (Metaspace). All that llama.cpp knows is whether a text gets one in front.
     first = steps(state["normalizer"], "normalizers")
     then = steps(state["pre_tokenizer"], "pretokenizers")
     if REPLACE in first:  # leaves no space to split at
@@ -336,6 +339,7 @@ def _entries(
 def _beginning(tokenizer: Tokenizer, source: str) -> dict[str, Any]:
     """The token that comes before every text, if any. One that comes after it is left out, as in
     Lathe's own prompts: there would be nothing to continue."""
+    # The library has no list of these tokens: they are the special ones before an encoded text.
     around = tokenizer.encode("a")
     marked = zip(around.ids, around.special_tokens_mask, strict=True)
     first = [token for token, _ in takewhile(lambda pair: pair[1], marked)]

@@ -217,6 +217,8 @@ def _byte_level(vocabulary: _Vocabulary, source: str) -> Tokenizer:
         merges.append((left, right))
     split = SPLITS[vocabulary.pre]
     tokenizer = Tokenizer(models.BPE(_ids(vocabulary), merges, ignore_merges=split.whole_first))
+    # Split texts as the name says, and then only map bytes to letters; GPT-2's pattern is that of
+    # `ByteLevel` itself.
     first: list[pre_tokenizers.PreTokenizer] = []
     if split.digits:
         first = [pre_tokenizers.Digits(individual_digits=True)]
@@ -247,6 +249,7 @@ def _sentencepiece(vocabulary: _Vocabulary, source: str) -> Tokenizer:
     adds_prefix = vocabulary.add_space_prefix is not False
     prefix = [normalizers.Prepend("\u2581")] if adds_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "\u2581")])
+    # The prefix disappears again in decoding.
     strip = [decoders.Strip(" ", 1, 0)] if adds_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]

@@ -64,6 +64,8 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     claim_output_folder(output, DATA, *folders)
     shards = [_open(folder) for folder in folders]
     _require_one_corpus(shards)
+    # The shards agree with each other; they also have to agree with the recipe, which decides what
+    # `prepare` would do.
     first = shards[0].metadata
     special = recipe.Prepare.special_tokens_in_text
     if first.special_tokens_in_text != special:
@@ -92,6 +94,7 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     tokenizer = _common_tokenizer(shards)
     chats = Chats(shards[0].folder, tokenizer) if recipe.Prepare.chat else None
     with atomic_folder(output, DATA) as work:
+        # The text decides whether `output` is complete already, so it comes before the tokens.
         spool = Spool(work.with_name("documents"), _lines(shards), f"read {len(shards)} shards")
         if spool.documents != documents:
             counted = f"{spool.documents:,} documents, not {documents:,} as counted"

@@ -23,7 +23,7 @@ from lathe_base.inputs import require_file
 
 log = logging.getLogger("lathe")
 
-U16_BELOW = 65535
+U16_BELOW = 65535  # as in PaddleFleetX's `preprocess_data.py`
 SPARE_SEQUENCES = 1024  # without a token
 WHOLE = "copy or prepare the data set again; the file is truncated"
 
@@ -118,6 +118,7 @@ def read_paddle(ids_file: Path, idx_file: Path) -> TokenArrays:
         raise UserError(f"{idx_file}: cannot be read: {error}", WHOLE, Code.MALFORMED) from error
     if (lens < 0).any() or (lens > np.iinfo(np.int32).max).any():
         raise UserError(f"{idx_file}: lens contains invalid lengths", WHOLE, Code.CORRUPT)
+    # Each sequence begins where the one before it ends, and the last one ends with the file.
     ends = np.cumsum(lens)
     counted = int(ends[-1]) if len(ends) else 0
     if counted != len(tokens):

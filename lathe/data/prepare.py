@@ -303,6 +303,7 @@ def _write_held_out(
 
     Long documents are truncated in `heldout.txt`, all to the same length.
     """
+    # Of long documents the beginning, up to a line end: each has the same share of the characters.
     share = settings.heldout_characters // max(documents, 1)
     with (work / "heldout.txt").open("w", encoding="utf-8") as held_out:
 
@@ -417,6 +418,7 @@ def _passage(context: list[list[str]], sentence: list[str]) -> str | None:
     target = last.rstrip(PUNCTUATION)
     words = [*before, *sentence[:-1]]
     bare = [word.strip(PUNCTUATION) for word in words]
+    # Words that are nothing but letters, once quotes, hyphens and apostrophes are taken off.
     plain = sum(map(str.isalpha, (JOINTS.sub("", word) for word in bare)))
     if (
         len(words) < MAX_WORDS

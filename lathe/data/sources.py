@@ -382,6 +382,7 @@ def _data_set(source: str) -> CorpusFile:
             Code.NOT_FOUND,
         ) from error
 
+    # All rows are at hand by now, and have a number: `takes` distributes them among shards.
     def read(row_text: RowText, takes: Takes) -> Rows:
         for number, row in enumerate(rows):
             if takes(number):
@@ -400,6 +401,7 @@ def python_documents() -> Iterator[str]:
     The order is by digest of the name, the same everywhere: splits that are cut in order then hold
     topics and modules of all kinds, not the end of the alphabet.
     """
+    # Documents by text, so that equal ones are one, and what each is named after.
     library = Path(sysconfig.get_path("stdlib"))
     texts = {text: f"topic {name}" for name, text in sorted(topics.items())}  # some share a text
     seen: set[str] = set()
@@ -439,6 +441,7 @@ def _docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old escapes in the library's own strings
         pending: list[ast.AST] = [ast.parse(path.read_bytes(), path.name)]
+    # A stack in place of recursion, with children in reverse: docstrings come in source order.
     while pending:
         node = pending.pop()
         if isinstance(

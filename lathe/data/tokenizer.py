@@ -82,6 +82,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
                 f"{files[0]}: not a tokenizer: does not map tokens to ids", HINT, Code.MALFORMED
             )
         tokenizer = _parse(path, lambda: _from_pair(*files))
+    # Token files need a token that ends a document, and ids that an embedding has rows for.
     end = end_token(tokenizer)
     if end is None:
         raise UserError(
@@ -94,6 +95,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     # Adding it again would reset its flags, such as `rstrip`.
     if not any(token.content == end and token.special for token in added):
         tokenizer.add_special_tokens([end])
+    # A file may say to cut texts or to fill them up: here every text has its own length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -195,9 +195,8 @@ def _rank_memory(
     state = _state(layers, ends, block, recipe, layout)
     trained_table = table if block.adapters is None else 0.0
 
-    # What is kept between forward and backward passes.
-    # Forward passes through one of a GPU's stages before the first backward pass: 1F1B, or
-    # interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473).
+    # What forward passes keep: as many as go through one of a GPU's stages before the first
+    # backward pass, by 1F1B or interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473).
     hops = layout.pp - 1 - rank
     warm_up = hops if layout.virtual_pp == 1 else (layout.virtual_pp - 1) * layout.pp + 2 * hops
     in_flight = min(warm_up + 1, layout.accumulate_steps * layout.virtual_pp)
