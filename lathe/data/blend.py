@@ -67,7 +67,8 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
                 f"prepare it with --tokenizer {opened[0].folder}",
                 Code.WRONG_TOKENIZER,
             )
-    # Links to all parts, or copies, then what a plain data set has too: tokenizer, held-out sets, metadata.
+    # Links to all parts, or copies, then what a plain data set has too: tokenizer, held-out sets,
+    # metadata.
     with atomic_folder(output, DATA) as work:
         entries: list[dict[str, Any]] = []
         for i, (part, (_, weight)) in enumerate(zip(opened, parts, strict=True), 1):
