@@ -9,8 +9,7 @@ from pathlib import Path
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError, explain_os_error
 from lathe_base.storage import exists, is_remote, list_uris
-from lathe_base.storage.contents import UNKNOWN, content_id, unknown
-from lathe_base.storage.manifest import MARKER
+from lathe_base.storage.objects import MARKER, UNKNOWN, content_id, unknown
 from lathe_base.storage.splits import locate
 
 log = logging.getLogger("lathe")
