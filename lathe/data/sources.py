@@ -382,7 +382,7 @@ def _data_set(source: str) -> CorpusFile:
             Code.NOT_FOUND,
         ) from error
 
-    # All rows are at hand by now, and have a number: `takes` distributes them among shards.
+    # All rows are on this disk by now, and have a number: `takes` distributes them among shards.
     def read(row_text: RowText, takes: Takes) -> Rows:
         for number, row in enumerate(rows):
             if takes(number):

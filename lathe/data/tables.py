@@ -56,7 +56,7 @@ def arrow_rows(path: Path, row_text: RowText, takes: Takes) -> Rows:
 def _rows(batches: Iterable[Any], path: Path, row_text: RowText, takes: Takes) -> Rows:
     first = 0
     for batch in batches:
-        # A cell becomes a Python string only when the row's text is asked for.
+        # A cell becomes a Python string only when the row's text is read.
         for index in filter(lambda i: takes(first + i), range(batch.num_rows)):
             yield Row(first + index, partial(_cell, batch, index, row_text, path, first + index))
         first += batch.num_rows

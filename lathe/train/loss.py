@@ -127,7 +127,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     p.exp_().scatter_add_(1, target, -here)
                 else:  # rounds in the same pass; the target's, maybe 1 - 1, after the difference
                     torch.exp(p, out=logits).scatter_(1, target, (log_p.exp() - here).to(dtype))
-            # Both gradients of the chunk, while its slope is at hand: backward only scales them.
+            # Both gradients of the chunk, before the next one overwrites its slope: backward only
+            # scales them.
             if grad_hidden is not None:
                 grad_hidden[chunk] = slope @ w
             if needs_weight:

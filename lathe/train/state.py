@@ -71,6 +71,10 @@ class States:
         if done:
             self.wait()
 
+    def newest(self) -> Path | None:
+        """See `StateFolder.newest`."""
+        return self.folder.newest()
+
     def wait(self) -> None:
         """Wait until nothing is being written.
 

@@ -262,7 +262,7 @@ class Trainer(Loop):
 
     def resume(self) -> None:
         """Restore the newest intact state, if there is one."""
-        saved = self.states.folder.newest()
+        saved = self.states.newest()
         metadata = read_metadata(saved) if saved else {}
         if saved:
             self.at = restored(saved, metadata["progress"], Progress)
