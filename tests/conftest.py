@@ -32,11 +32,22 @@ pytest_plugins = ["tests.support.s3", "tests.support.served"]
 # Child processes reuse Lathe's compiled modules: compiling is a sixth of their startup time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# No deadlines per example: durations depend on the machine's load. Every run draws other examples.
-hypothesis.settings.register_profile(
-    "lathe", max_examples=40, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("lathe")
+# No deadlines per example: durations depend on the machine's load. Every run draws other examples:
+# the quick tests some, and the slow ones include every test that draws them, with more.
+for _name, _examples in (("quick", 15), ("slow", 40)):
+    hypothesis.settings.register_profile(
+        _name,
+        max_examples=_examples,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+hypothesis.settings.load_profile("slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr:
+        hypothesis.settings.load_profile("quick")
+
 
 # The golden files contain the default images, even if others were pushed from this checkout.
 os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERVE")}
@@ -83,6 +94,10 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses by the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if items and "slow" in (chosen := items[0].config.option.markexpr) and "not slow" not in chosen:
+        for item in items:
+            if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker(pytest.mark.slow)
     for item in items:  # the quick tests need no Paddle, whose environment takes a minute to make
         if "paddle_python" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
@@ -186,8 +201,11 @@ def paddle_python() -> Path:
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> "AttestedRun":
     """Signed outputs of a small run, shared by all tests: do not modify."""
     from tests.support import attested
+    from tests.support.prose import prose
 
-    return attested.AttestedRun(once(tmp_path_factory, "attested", attested.make))
+    texts = prose(tmp_path_factory)[:40]
+    folder = once(tmp_path_factory, "attested", lambda path: attested.make(path, texts))
+    return attested.AttestedRun(folder)
 
 
 @pytest.fixture

@@ -115,7 +115,8 @@ def make(name: str, flavour: str, wanted: str) -> None:
             _empty(folder, stamp)
             create(folder, find_python(environment, installer))
         # Triton's processes write no bytecode: without any, each would compile all that it imports.
-        options = ["--compile-bytecode"] if name == "serve" else []
+        # Those of the first tests would compile the same modules beside each other.
+        options = ["--compile-bytecode"] if name in ("serve", "dev") else []
         installer.without_silent_indexes(lock).install(folder, lock, *options)
         _add_lathe(folder)
         stamp.write_text(_stamp_contents(locks[build]))

@@ -1,15 +1,14 @@
 """A small run of real steps with signed attestations, from a corpus to an export that passed the
 gate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from lathe.data.prepare import prepare
-from lathe.data.sources import documents
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.gate import gate
 from lathe.export.export import export
@@ -49,14 +48,18 @@ class AttestedRun:
         return self.folder / name
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, texts: Sequence[str]) -> None:
+    """Run the steps.
+
+    Args:
+        texts: the corpus.
+    """
     folder.mkdir()
     recipe = load_recipe("tiny", OVERRIDES)
     generate(folder / "key.pem")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SIGNING_KEY, str(folder / "key.pem"))
-        text = "\n\n".join(islice(documents("python"), 40))
-        (folder / "corpus.txt").write_text(text, encoding="utf-8")
+        (folder / "corpus.txt").write_text("\n\n".join(texts), encoding="utf-8")
         data = folder / "data"
         prepare(recipe, data, str(folder / "corpus.txt"))
         for name, seed in (("dense", 1), ("other", 2)):

@@ -15,6 +15,7 @@ from lathe.evaluate.gate import gate
 from lathe.export.export import export
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
+from tests.support.once import once
 from tests.support.small_run import SMALL
 
 STATED = (
@@ -25,6 +26,8 @@ STATED = (
     "Card.contact=The bottle team",
     "Prepare.license=CC0-1.0",
 )
+MODELS = ("dense", "pruned", "int8", "int4")
+EVALUATED = ("dense", "int8")
 INT4 = ("Compress.Quantization.weight_bits=4", "Compress.Quantization.group_size=32")
 QUICK = (
     "Export.prompts=4",
@@ -73,30 +76,31 @@ def small_lock(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Stages:
-    folder = tmp_path_factory.mktemp("cards")
-    byte_tokenizer.save(str(folder / "tokenizer.json"))
+    folder = once(tmp_path_factory, "cards", lambda path: make(path, byte_tokenizer))
+    evaluations = {name: folder / f"{name}-eval" for name in EVALUATED}
+    models = {name: folder / name for name in MODELS}
+    return Stages(folder / "data", models, evaluations, folder / "gate.json", folder / "onnx")
+
+
+def make(folder: Path, tokenizer: Tokenizer) -> None:
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
     lines = [f"{i} bottles of beer on wall {i * 7}.\n\n" for i in range(2000)]
     (folder / "corpus.txt").write_text("".join(lines))
     recipe = load_recipe("tiny", [*SMALL, *STATED, *QUICK])
     data = folder / "data"
     prepare(recipe, data, str(folder / "corpus.txt"), str(folder / "tokenizer.json"))
-    models = {name: folder / name for name in ("dense", "pruned", "int8", "int4")}
-    pretrain(recipe, data, models["dense"])
-    prune(
-        load_recipe("tiny-prune", [*SMALL, *STATED, *QUICK]),
-        models["dense"],
-        data,
-        models["pruned"],
-    )
+    dense, pruned, int8, int4 = (folder / name for name in MODELS)
+    pretrain(recipe, data, dense)
+    prune(load_recipe("tiny-prune", [*SMALL, *STATED, *QUICK]), dense, data, pruned)
     qat = [*SMALL, *STATED, *QUICK, "Engine.max_steps=0"]
-    quantize(load_recipe("tiny-qat", qat), models["pruned"], data, models["int8"])
-    quantize(load_recipe("tiny-qat", [*qat, *INT4]), models["dense"], data, models["int4"])
-    export(recipe, models["int8"], data, folder / "onnx")
+    quantize(load_recipe("tiny-qat", qat), pruned, data, int8)
+    quantize(load_recipe("tiny-qat", [*qat, *INT4]), dense, data, int4)
+    export(recipe, int8, data, folder / "onnx")
     (folder / "cloze.jsonl").write_text('{"text": "7 bottles of beer on wall"}\n' * 12)
     (folder / "text.txt").write_text("".join(lines[-60:]))
     inputs = {"cloze": folder / "cloze.jsonl", "text": folder / "text.txt"}
-    evaluations = {name: folder / f"{name}-eval" for name in ("dense", "int8")}
-    for name, output in evaluations.items():
-        evaluate(recipe, models[name], output, **inputs)
-    gate(recipe, evaluations["dense"], evaluations["int8"], folder / "gate.json")
-    return Stages(data, models, evaluations, folder / "gate.json", folder / "onnx")
+    evaluated = [folder / f"{name}-eval" for name in EVALUATED]
+    for model, output in zip((dense, int8), evaluated, strict=True):
+        evaluate(recipe, model, output, **inputs)
+    gate(recipe, *evaluated, folder / "gate.json")

@@ -159,7 +159,7 @@ requests = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(st.lists(requests, min_size=1, max_size=6), st.booleans(), st.integers(0, 2**32 - 1))
 def test_everyone_gets_what_they_get_without_drafts(
     plain: Loop, speculative: Loop, given: list[Any], guesses: bool, seed: int
