@@ -60,36 +60,32 @@ def start(verb: str, recipe: Recipe, *arguments: object) -> None:
         settings = Path(scratch) / "recipe.yaml"
         settings.write_text(recipe_as_text(recipe), encoding="utf-8")
         command = [str(python), "-m", "lathe_paddle", verb, "--recipe", str(settings)]
-        _run([*command, *map(str, arguments)])
-
-
-def _run(command: list[str]) -> None:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Variables of this environment would mislead the other interpreter.
-    outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    child = subprocess.Popen(
-        tied(command),
-        env=outside | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", MARK_VARIABLE: MARK},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    )
-    noise: deque[str] = deque(maxlen=TAIL_LINES)  # shown if the process ends without a message
-    said: list[str] = []
-    assert child.stdout is not None
-    with _forwarding(child.terminate):
-        for line in child.stdout:
-            if not line.startswith(MARK):
-                noise.append(line)
-                continue
-            # The first line that looks like a message of an error begins it; the rest are its hint.
-            text = line.removeprefix(MARK).rstrip("\n")
-            if said or MESSAGE.match(text):
-                said.append(text)
-            else:
-                log.info("%s", text)
-        status = child.wait()
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        # Variables of this environment would mislead the other interpreter.
+        outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
+        child = subprocess.Popen(
+            tied([*command, *map(str, arguments)]),
+            env=outside | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", MARK_VARIABLE: MARK},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        noise: deque[str] = deque(maxlen=TAIL_LINES)  # shown if the process ends without a message
+        said: list[str] = []
+        assert child.stdout is not None
+        with _forwarding(child.terminate):
+            for line in child.stdout:
+                if not line.startswith(MARK):
+                    noise.append(line)
+                    continue
+                # The first line that looks like an error's message begins it, and the rest follow.
+                text = line.removeprefix(MARK).rstrip("\n")
+                if said or MESSAGE.match(text):
+                    said.append(text)
+                else:
+                    log.info("%s", text)
+            status = child.wait()
     if status:
         message = "\n".join(said)
         code = code_in(message)

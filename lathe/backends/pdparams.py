@@ -53,21 +53,9 @@ def load_pdparams(file: IO[bytes], path: str) -> dict[str, NDArray[Any]]:
             Code.WRONG_KIND,
         )
     arrays.pop(NAMES, None)
-    _join_slices(arrays, path)
-    for name in arrays:
-        if not isinstance(name, str):
-            raise UserError(
-                f"{path}: a tensor's name is a {type(name).__name__}, not text",
-                HINT,
-                Code.MALFORMED,
-            )
-    return {name: _array(name, value, path) for name, value in arrays.items()}
-
-
-def _join_slices(arrays: dict[Any, Any], path: str) -> None:
-    """Join the slices of arrays, in place."""
+    # Join the slices of large arrays. Whatever does not fit is one error: both the table and the
+    # slices are the file's.
     try:
-        # Whatever does not fit is one error: both the table and the slices are the file's.
         for name, part in arrays.pop(SLICES, {}).items():
             pieces = [arrays.pop(piece) for piece in part["slices"]]
             if name in arrays or not all(isinstance(piece, np.ndarray) for piece in pieces):
@@ -78,6 +66,14 @@ def _join_slices(arrays: dict[Any, Any], path: str) -> None:
         raise UserError(
             f"{path}: its slices do not fit ({reason})", "copy the file again", Code.CORRUPT
         ) from None
+    for name in arrays:
+        if not isinstance(name, str):
+            raise UserError(
+                f"{path}: a tensor's name is a {type(name).__name__}, not text",
+                HINT,
+                Code.MALFORMED,
+            )
+    return {name: _array(name, value, path) for name, value in arrays.items()}
 
 
 def write_pdparams(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

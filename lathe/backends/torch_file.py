@@ -227,33 +227,29 @@ class TorchFile:
             UserError: it reaches beyond its storage, or the storage is not in the file.
         """
         with self._explained():
-            count, values = view.n_elements, self._storage(view.storage)
+            count, storage = view.n_elements, view.storage
+            # The last storage stays in memory: consecutive tensors may be views of one large one.
+            if self._last is None or self._last[0] != storage.key:
+                expected = storage.numel * storage.type.stored.itemsize
+                if self._archive is not None:
+                    data = self._entry(f"{self._root}data/{storage.key}", expected)
+                elif storage.key in self._starts:
+                    self._file.seek(self._starts[storage.key])
+                    data = self._file.read(expected)
+                else:
+                    raise ValueError("a storage is missing")
+                if len(data) != expected:
+                    raise ValueError(f"a storage has {len(data):,} bytes, not {expected:,}")
+                self._last = storage.key, np.frombuffer(data, storage.type.stored)
+            values = self._last[1]
             if not count:
                 return np.empty(view.shape, values.dtype)
             strides = [s * values.itemsize for s in view.stride]
             view_array = np.lib.stride_tricks.as_strided(values[view.offset :], view.shape, strides)
             # `n_elements` has checked that the view stays within the storage: numpy does not.
-            if view.storage.type.dtype == BFLOAT16:
+            if storage.type.dtype == BFLOAT16:
                 return (view_array.astype(np.uint32) << 16).view(np.float32)
             return view_array.copy()
-
-    def _storage(self, storage: Storage) -> NDArray[Any]:
-        """The elements of a storage. The last one stays in memory: consecutive tensors may be views
-        of one large storage."""
-        if self._last is None or self._last[0] != storage.key:
-            dtype = storage.type.stored
-            expected = storage.numel * dtype.itemsize
-            if self._archive is not None:
-                data = self._entry(f"{self._root}data/{storage.key}", expected)
-            elif storage.key in self._starts:
-                self._file.seek(self._starts[storage.key])
-                data = self._file.read(expected)
-            else:
-                raise ValueError("a storage is missing")
-            if len(data) != expected:
-                raise ValueError(f"a storage has {len(data):,} bytes, not {expected:,}")
-            self._last = storage.key, np.frombuffer(data, dtype)
-        return self._last[1]
 
     def _open_zip(self) -> Any:
         self._archive = archive = zipfile.ZipFile(self._file)

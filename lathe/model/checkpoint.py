@@ -72,13 +72,39 @@ def load_checkpoint(folder: Path | str | CheckpointFolder) -> Checkpoint:
             a tokenizer with more ids than the model.
     """
     source = open_folder(folder).verified
-    require_size(source.weights, source.config)
-    # Without memory: the tensors of the files become the parameters.
+    files, config, family = source.weights, source.config, source.config.architecture
+    require_size(files, config)
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        for name, tensor in read_tensors(path, "pt", family):
+            if name in tensors:
+                raise UserError(
+                    f"{path}: contains {name}, which is also in another file", HINT, Code.DUPLICATE
+                )
+            tensors[name] = tensor
+    if config.tie_word_embeddings:
+        drop_tied_head(tensors, family, files[0])
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    require_fit(files[0], shapes, dict(config.tensor_shapes()))  # unknown tensors are rejected
+    # The model's parameters take no memory until the tensors of the files become them.
     with torch.device("meta"):
-        model = GPT(source.config)
-    model.load_state_dict(_read_weights(source.weights, source.config), assign=True)
-    if source.config.quantization is not None:
-        fake_quant.insert(model, source.config.quantization)
+        model = GPT(config)
+    state = {}
+    for name in model.state_dict():
+        parts = []
+        for stored in family.stored_names(name):
+            part = tensors.pop(stored).float()  # popped, so that a model is not in memory twice
+            # The extremes of a tensor with NaN are NaN: no mask of its size is needed.
+            if not all(extreme.isfinite() for extreme in part.aminmax()):
+                raise non_finite(files[0], stored)
+            parts.append(part.T if family.is_conv1d(name) else part)
+        if fused := fused_apart(config, name):
+            groups, sizes = fused
+            parts = [join_rows(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
+        state[name] = parts[0].contiguous()
+    model.load_state_dict(state, assign=True)
+    if config.quantization is not None:
+        fake_quant.insert(model, config.quantization)
     return Checkpoint(source, model.eval(), source.tokenizer)
 
 
@@ -110,38 +136,6 @@ def save_checkpoint(
         *(folder, write_weights, model.config, tokenizer, stage, recipe, origin, metrics),
         write_more=write_more,
     )
-
-
-def _read_weights(files: Sequence[Path], config: GPTConfig) -> dict[str, Tensor]:
-    """The state of a model from its files; unknown tensors are rejected."""
-    family, tensors = config.architecture, dict[str, Tensor]()
-    for path in files:
-        for name, tensor in read_tensors(path, "pt", family):
-            if name in tensors:
-                raise UserError(
-                    f"{path}: contains {name}, which is also in another file", HINT, Code.DUPLICATE
-                )
-            tensors[name] = tensor
-    if config.tie_word_embeddings:
-        drop_tied_head(tensors, family, files[0])
-    wanted = dict(config.tensor_shapes())
-    require_fit(files[0], {name: tensor.shape for name, tensor in tensors.items()}, wanted)
-    with torch.device("meta"):  # for its names only
-        names = list(GPT(config).state_dict())
-    state = {}
-    for name in names:
-        parts = []
-        for stored in family.stored_names(name):
-            part = tensors.pop(stored).float()  # popped, so that a model is not in memory twice
-            # The extremes of a tensor with NaN are NaN: no mask of its size is needed.
-            if not all(extreme.isfinite() for extreme in part.aminmax()):
-                raise non_finite(files[0], stored)
-            parts.append(part.T if family.is_conv1d(name) else part)
-        if fused := fused_apart(config, name):
-            groups, sizes = fused
-            parts = [join_rows(torch.split(parts[0], sizes) if len(parts) == 1 else parts, groups)]
-        state[name] = parts[0].contiguous()
-    return state
 
 
 def fused_apart(config: GPTConfig, name: str) -> tuple[int, list[int]] | None:

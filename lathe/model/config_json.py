@@ -317,24 +317,22 @@ class _RopeJson(_ConfigPart):
             keys = SCALING_KEYS[self.rope_type]
             factors = {key: x for key in keys if (x := getattr(self, key)) is not None}
             factors |= {"short_factor": tuple(self.short_factor)} if self.short_factor else {}
-            if "attention_factor" in keys:
-                factors["attention_factor"] = self.attention_factor or self._attention_factor()
+            if "attention_factor" in keys and not self.attention_factor:
+                # It follows from the frequency factor.
+                if self.rope_type == "longrope":
+                    original = math.log(self.original_max_position_embeddings)
+                    attention_factor = math.sqrt(1 + math.log(self.factor) / original)
+                elif self.mscale and self.mscale_all_dim:  # DeepSeek's models weight YaRN's 0.1
+                    over, under = (
+                        0.1 * weight * math.log(self.factor) + 1.0
+                        for weight in (self.mscale, self.mscale_all_dim)
+                    )
+                    attention_factor = over / under
+                else:
+                    attention_factor = 0.1 * math.log(self.factor) + 1.0
+                factors["attention_factor"] = attention_factor
             scaling = RopeScaling(self.rope_type, **factors)
         return Rope(self.rope_theta, self.partial_rotary_factor, scaling)
-
-    def _attention_factor(self) -> float:
-        """The attention factor that follows from the frequency factor."""
-        if self.rope_type == "longrope":
-            log = math.log(self.factor) / math.log(self.original_max_position_embeddings)
-            return math.sqrt(1 + log)
-
-        # YaRN's 0.1 ln(s) + 1; DeepSeek's models weight the 0.1.
-        def mscale(weight: float) -> float:
-            return 0.1 * weight * math.log(self.factor) + 1.0
-
-        if self.mscale and self.mscale_all_dim:
-            return mscale(self.mscale) / mscale(self.mscale_all_dim)
-        return mscale(1.0)
 
 
 def _rope(values: dict[str, Any], family: Architecture, source: str) -> Rope:
