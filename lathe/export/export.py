@@ -95,7 +95,7 @@ def export(
             chat template that does not render a chat, or a graph too large for one file.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
-    # Everything that may be wrong with the input is found before anything is written.
+    # What can be checked of the input is checked before anything is written.
     require_utf8(output)
     claim_output_folder(output, EXPORT, model, data)
     checkpoint = load_checkpoint(model)
