@@ -60,6 +60,7 @@ OTHER_KEYS = {
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
     *("rope.scaling.finetuned", "expert_count", "expert_used_count"),
 }
+ARCHITECTURE = "general.architecture"
 PER_LAYER = "deci"
 """llama.cpp's name for Llama with per-layer widths."""
 FAMILIES = {
@@ -198,7 +199,7 @@ def _config(
     metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], source: Path
 ) -> GPTConfig:
     """The configuration, parsed like a `config.json` of the family with the same values."""
-    name = metadata.get("general.architecture")
+    name = metadata.get(ARCHITECTURE)
     family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
@@ -225,39 +226,21 @@ def _config(
             f"give a checkpoint of the plain {family.title} architecture",
             Code.UNSUPPORTED,
         )
-    # The values of a `config.json` of the family, from keys and, where there is none, from tensors.
-    sizes = {KEYS[key]: value for key, value in gguf_keys.items() if key in KEYS}
-    per_layer = WIDTHS if name == PER_LAYER else ()
-    values = {
-        key: sizes[field]
-        for key, field in family.keys.items()
-        if field in sizes and field not in per_layer
-    }
-    if gguf_keys.get("expert_count"):
-        values["num_experts"] = gguf_keys["expert_count"]
-    if WINDOW in gguf_keys:
-        values["sliding_window"] = gguf_keys[WINDOW]
-    # Files do not state by what Gemma 3 divides scores; llama.cpp takes the head size.
-    head_size = gguf_keys.get("attention.key_length")
-    if head_size and "score_scalar" in family.keys.values():
-        values[family.key("score_scalar")] = head_size
-    if family.positions == "rotary":
-        values |= _rope(gguf_keys, tensors, source)
-        rotated, head_dim = (gguf_keys.get(key) for key in (ROTATED, "attention.key_length"))
-        if rotated and family.rotates_part:
-            head_dim = head_dim or sizes["n_embd"] // sizes["n_head"]
-            values["partial_rotary_factor"] = rotated / head_dim
-        ends = [metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata]
-        values["eos_token_id"] = list(
-            dict.fromkeys((*ends, *metadata.get(TOKENIZER + ALL_ENDS, ())))
-        )
-    values |= _by_tensors(family, tensors)
+    values = _config_json(family, gguf_keys, metadata, tensors, source)
     if name == PER_LAYER:
-        values |= _widths(sizes, source)
+        values |= {"model_type": family.lathe_type, **_widths(gguf_keys, source)}
+    config = GPTConfig.from_json(values, str(source))
+    for key in (ROTATED, "attention.value_length"):
+        if key == ROTATED and family.rotates_part:
+            continue
+        if gguf_keys.get(key, config.head_dim) != config.head_dim:
+            raise UserError(
+                f"{source}: {key} is {gguf_keys[key]}, but Lathe supports the size of a head, "
+                f"{config.head_dim}, only",
+                OTHER,
+                Code.UNSUPPORTED,
+            )
     template = metadata.get("tokenizer.chat_template")
-    model_type = family.lathe_type if name == PER_LAYER else family.model_type
-    config = GPTConfig.from_json({"model_type": model_type, **values}, str(source))
-    _require_plain_heads(gguf_keys, config, source)
     config = replace(config, sampling=_sampling(metadata, source))
     if not isinstance(template, str):
         return config
@@ -270,8 +253,55 @@ def _config(
     return config.with_chat_template(define_tokens(template, named))
 
 
-def _widths(sizes: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Lathe's key of `config.json` for layers of different widths, from `GPTConfig`'s sizes."""
+def _config_json(
+    family: Architecture,
+    gguf_keys: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, ReaderTensor],
+    source: Path,
+) -> dict[str, Any]:
+    """The values of a `config.json` of the family: from keys and, where the file has none, from its
+    tensors. Sizes of every layer are not among them."""
+    sizes = {KEYS[key]: value for key, value in gguf_keys.items() if key in KEYS}
+    values: dict[str, Any] = {"model_type": family.model_type}
+    values |= {
+        key: sizes[field]
+        for key, field in family.keys.items()
+        if field in sizes and not (field in WIDTHS and metadata[ARCHITECTURE] == PER_LAYER)
+    }
+    if gguf_keys.get("expert_count"):
+        values["num_experts"] = gguf_keys["expert_count"]
+    if WINDOW in gguf_keys:
+        values["sliding_window"] = gguf_keys[WINDOW]
+    # Files do not state by what Gemma 3 divides scores; llama.cpp takes the head size.
+    head_size = gguf_keys.get("attention.key_length")
+    if head_size and "score_scalar" in family.keys.values():
+        values[family.key("score_scalar")] = head_size
+    if family.positions == "rotary":
+        values |= _rope(gguf_keys, tensors, source)
+        rotated = gguf_keys.get(ROTATED)
+        if rotated and family.rotates_part:
+            head_size = head_size or sizes["n_embd"] // sizes["n_head"]
+            values["partial_rotary_factor"] = rotated / head_size
+        ends = [metadata[k] for key in END_KEYS if (k := TOKENIZER + key) in metadata]
+        values["eos_token_id"] = list(
+            dict.fromkeys((*ends, *metadata.get(TOKENIZER + ALL_ENDS, ())))
+        )
+    # The vocabulary, tied embeddings and biases show in the tensors only. Shapes are reversed in
+    # GGUF: the last number is that of the rows.
+    if (table := tensors.get("token_embd.weight")) is not None:
+        values["vocab_size"] = int(table.shape[-1])
+    if True not in family.arithmetic.get("tie_word_embeddings", ()):
+        values["tie_word_embeddings"] = "output.weight" not in tensors
+    for key, linears in family.biases.items():
+        tensor = "blk.0.attn_q.bias" if "attn" in linears[0] else "blk.0.ffn_up.bias"
+        values[key] = tensor in tensors
+    return values
+
+
+def _widths(gguf_keys: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Lathe's key of `config.json` for layers of different widths."""
+    sizes = {KEYS[key]: value for key, value in gguf_keys.items() if key in KEYS}
     n_layer, widths = sizes.get("n_layer"), dict[str, Any]()
     for name in WIDTHS:
         size = sizes.get(name)
@@ -306,21 +336,6 @@ def _sampling(metadata: Mapping[str, Any], source: Path) -> SamplingDefaults:
     elif values:
         values["do_sample"] = True
     return sampling_defaults(values, f"{source}: {SAMPLING}*")
-
-
-def _by_tensors(family: Architecture, tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
-    """Settings derived from the presence and sizes of tensors: vocabulary, tied embeddings,
-    biases."""
-    fields: dict[str, Any] = {}
-    # Shapes are reversed in GGUF: the last number is that of the rows.
-    if (table := tensors.get("token_embd.weight")) is not None:
-        fields["vocab_size"] = int(table.shape[-1])
-    if True not in family.arithmetic.get("tie_word_embeddings", ()):
-        fields["tie_word_embeddings"] = "output.weight" not in tensors
-    for key, linears in family.biases.items():
-        tensor = "blk.0.attn_q.bias" if "attn" in linears[0] else "blk.0.ffn_up.bias"
-        fields[key] = tensor in tensors
-    return fields
 
 
 def _rope(
@@ -360,19 +375,6 @@ def _rope(
         )
     factor = gguf_values.get("rope.scaling.factor", 1.0)
     return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, "factor": factor}}
-
-
-def _require_plain_heads(gguf_values: Mapping[str, Any], config: GPTConfig, source: Path) -> None:
-    for key in (ROTATED, "attention.value_length"):
-        if key == ROTATED and config.architecture.rotates_part:
-            continue
-        if gguf_values.get(key, config.head_dim) != config.head_dim:
-            raise UserError(
-                f"{source}: {key} is {gguf_values[key]}, but Lathe supports the size of a head, "
-                f"{config.head_dim}, only",
-                OTHER,
-                Code.UNSUPPORTED,
-            )
 
 
 def _weights(
