@@ -140,5 +140,5 @@ def require(checks: Iterable[Check], elsewhere: str = "") -> None:
             print(hinted if finding.hint else f"{finding.check}: {finding.said}")
     if unchecked and elsewhere:
         print(elsewhere)
-    if problems:
+    if problems:  # all at once, so that one round of corrections is enough
         raise ExceptionGroup("problems", problems)

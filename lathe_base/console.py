@@ -54,6 +54,7 @@ def end_cleanly_on_sigterm() -> None:
     A running training handles the signal itself and saves its state; before that, its workers exit
     immediately.
     """
+    # Python sets signal handlers in the main thread only.
     if "RANK" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _exit)
 

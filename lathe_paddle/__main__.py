@@ -58,6 +58,7 @@ def prune(
 ) -> None:
     """Remove whole attention heads and FFN channels with PaddleSlim, then finetune."""
 
+    # Imported only here, because `prepare` has to run before anything imports paddle.
     def run(settings: "Recipe") -> None:
         from lathe_paddle.prune import prune
 

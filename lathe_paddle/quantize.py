@@ -57,7 +57,7 @@ def quantize(
         log.info("PaddleSlim quantized %d linears to INT8", len(plan.linears))
 
         def after_step(workers: Workers) -> None:
-            if workers.size > 1:
+            if workers.size > 1:  # they have seen different texts
                 fake_quant.share_ranges(trainable)
 
         def before_save(whole: GPT) -> None:

@@ -232,6 +232,8 @@ def divide(model: GPT, workers: Workers) -> None:
         linear = fake_quant.layer_at(model, path)
         n_in, n_out = linear.weight.shape
         is_column = split_axis(f"{path}.weight", config.architecture) == 1
+        # The first linear of a pair keeps its part of the output, and the second takes it as it is:
+        # one exchange for both, the sum after the second.
         if is_column:
             layer = fleet.meta_parallel.ColumnParallelLinear(
                 n_in, n_out, has_bias=True, gather_output=False
@@ -242,7 +244,7 @@ def divide(model: GPT, workers: Workers) -> None:
             )
         axis = 1 if is_column else 0
         layer.weight.set_value(np.split(linear.weight.numpy(), parts, axis)[part])
-        bias = linear.bias.numpy()
+        bias = linear.bias.numpy()  # of a row linear whole: it is added after the sum
         layer.bias.set_value(np.split(bias, parts)[part] if is_column else bias)
         parent, _, attribute = path.rpartition(".")
         setattr(fake_quant.layer_at(model, parent), attribute, layer)

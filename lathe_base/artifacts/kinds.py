@@ -18,6 +18,8 @@ from lathe_base.storage import digest, sha256
 from lathe_base.storage.files import files_below, require_intact
 from lathe_base.storage.ownership import ATTESTATION_FILES, FileKind, Kind
 
+# The keys are those that every version has written: a JSON file of this name without them is not
+# Lathe's, and its folder is never replaced.
 DATA = Kind("token data set", "data.json", ("documents", "tokens", "vocab_size", "eos_id"))
 TOKENIZER = Kind("tokenizer", "origin.json", ("source", "trained_on"))
 SHARD = Kind("tokenized shard", "shard.json", ("shard", "of", "blocks"))
@@ -149,6 +151,7 @@ def open_export(folder: Path) -> ExportMetadata:
             Code.WRONG_KIND,
         )
     metadata = read_metadata(folder / EXPORT.metadata_file, ExportMetadata, hint)
+    # The graph by its own digest, because exports of earlier versions list no files.
     require_intact(folder, {"model.onnx": metadata.sha256}, EXPORT.metadata_file, hint)
     check_files(folder, EXPORT.metadata_file, metadata.files, hint)
     return metadata
@@ -156,6 +159,7 @@ def open_export(folder: Path) -> ExportMetadata:
 
 def release_name(repository: Path) -> str:
     """`sha256-` and the digest of the files' names and contents; see `release_digests`."""
+    # Lines as sha256sum writes them.
     listed = sorted(release_digests(repository).items())
     return "sha256-" + digest("".join(f"{sha256}  {name}\n" for name, sha256 in listed))
 

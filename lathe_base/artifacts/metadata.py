@@ -118,6 +118,7 @@ class DataMetadata(Metadata):
     def _agrees_with_itself(self) -> "DataMetadata":
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id {self.eos_id} is outside the vocabulary of {self.vocab_size}")
+        # The first documents of training, validation and test, and the end.
         bounds = self.boundaries
         if bounds and (bounds != sorted(bounds) or bounds[0] or bounds[3] != self.documents):
             raise ValueError(f"boundaries {bounds} do not partition {self.documents} documents")
@@ -292,6 +293,7 @@ class Figures(BaseModel):
     """Figures by name: numbers, booleans or None; subclasses declare some of them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+    # The type of the figures that a subclass does not declare.
     __pydantic_extra__: dict[str, bool | Finite | None] = Field(init=False)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
+# Greedy, so that a page which quotes a seal has its own last one checked.
 _SEAL = re.compile(r"(.*\n)<!-- Written by Lathe\. SHA-256 of the text above: (\S+) -->\n", re.S)
 MAX_PAGE_BYTES = 2**24
 
@@ -37,7 +38,7 @@ def render_markdown(template: str, **values: Any) -> str:
 def _environment() -> Environment:
     environment = Environment(
         loader=TEMPLATES,
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a misspelled name is an error, not an empty text
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -52,7 +52,7 @@ def render(template: str, title: str, **values: Any) -> str:
 def _environment() -> Environment:
     return Environment(
         loader=TEMPLATES,
-        autoescape=True,
+        autoescape=True,  # pages show texts of corpora and of models
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

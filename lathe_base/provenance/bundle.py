@@ -145,6 +145,7 @@ class Predicate(Part):
 class Statement(Part):
     """A step: its outputs (the subject), its inputs (the materials), and how it ran."""
 
+    # `_type` in JSON, which cannot be the name of a pydantic field.
     type: Literal["https://in-toto.io/Statement/v1"] = Field(
         default=STATEMENT, validation_alias="_type", serialization_alias="_type"
     )
@@ -259,7 +260,7 @@ class Attestation:
 
     def signed(self, signer: "CryptoSigner") -> "Attestation":
         """A copy with a signature by this signer."""
-        self.envelope.sign(signer)
+        self.envelope.sign(signer)  # the library adds the signature in place
         return Attestation(_line(self.envelope), self.where)
 
 

@@ -106,6 +106,7 @@ def load_private(path: Path) -> "EllipticCurvePrivateKey":
     try:
         key = load_pem_private_key(text, passphrase.encode() if passphrase else None)
     except (ValueError, TypeError) as error:
+        # The library has no exception of its own for a missing or a wrong password.
         encrypted = "encrypted" in str(error).lower() or "password" in str(error).lower()
         hint = f"set {PASSWORD}" if encrypted else f"give a private key in PEM; {HOW}"
         raise UserError(

@@ -185,6 +185,7 @@ def _temporary(variable: str, environment: tuple[str | None, ...]) -> Provider:
 @cache
 def _instance_provider() -> Provider | None:
     """Keys of this EC2 instance; None on other machines."""
+    # Not the usual pool: other machines must not wait for its longer timeout.
     client = urllib3.PoolManager(timeout=METADATA_SECONDS, retries=False)
     made = IamAwsProvider(http_client=client)
     try:

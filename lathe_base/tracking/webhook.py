@@ -78,5 +78,5 @@ def post(notice: Notice) -> None:
             log.info("told %s", host)
     except HTTPError as error:
         log.warning("%s rejected the notification: %s %s", host, error.code, error.reason)
-    except (OSError, ValueError, UserError) as error:
+    except (OSError, ValueError, UserError) as error:  # UserError: no file of certificates
         log.warning("failed to send the notification: %s", getattr(error, "reason", None) or error)

@@ -133,6 +133,7 @@ class Recipe(Settings):
     @classmethod
     def _decay_to_the_end(cls, values: Any) -> Any:
         """An empty `Optimizer.lr.decay_steps` is `Engine.max_steps`, as in PaddleFleetX."""
+        # Before the group is validated, which makes the default of an empty value.
         rates = _group(_group(values, "Optimizer"), "lr")
         steps = _group(values, "Engine").get("max_steps")
         if "decay_steps" in rates and rates["decay_steps"] is None and steps is not None:
