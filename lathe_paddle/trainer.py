@@ -135,6 +135,9 @@ def _agreed(workers: Workers, output: Path) -> TrainResult:
     return result
 
 
+# --- steps ---
+
+
 class Trainer(Loop):
     """Trains `model`, this process's part of the whole model; see `Loop`.
 
@@ -302,6 +305,9 @@ def _peak_flops() -> float:
     return 2 * size**3 / seconds
 
 
+# --- gradients ---
+
+
 class GradientSums:
     """Sums the gradients of `parameters` over the processes that see different parts of a batch.
 
@@ -365,6 +371,9 @@ def assign(sizes: Sequence[int], parts: int) -> list[int]:
         owner[index] = load.index(min(load))
         load[owner[index]] += sizes[index]
     return owner
+
+
+# --- saved states ---
 
 
 def write_state(folder: Path, model: GPT, optimizer: Any, workers: Workers) -> None:

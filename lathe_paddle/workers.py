@@ -208,6 +208,9 @@ def seed_everything(*values: int) -> None:
     paddle.seed(int(np.random.SeedSequence(values).generate_state(1)[0] % 2**31))
 
 
+# --- tensor parallelism ---
+
+
 def divide(model: GPT, workers: Workers) -> None:
     """Replace every block linear, in place, with this process's part: heads and FFN channels.
 

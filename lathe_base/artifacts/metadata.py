@@ -382,6 +382,9 @@ class DeploymentMetadata(Metadata):
         return values
 
 
+# --- the origin of a checkpoint, within `lathe.json` ---
+
+
 class _OriginPart(BaseModel):
     model_config = ConfigDict(strict=True)
 

@@ -113,6 +113,9 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
+# --- layers ---
+
+
 def _read(name: str | Path) -> tuple[_Layer, str]:
     """A recipe merged with its bases, and its name for messages."""
     if "\n" in str(name) and not os.path.isfile(name):
@@ -265,6 +268,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+# --- references ---
+
+
 def check_references(values: Mapping[str, Any], origins: Mapping[str, str], source: str) -> None:
     """Reject `${...}` that is not a plain reference, without looking anything up.
 
@@ -415,6 +421,9 @@ def _has_reference(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
+# --- validation errors ---
+
+
 def _explain(errors: list[ErrorDetails], origins: dict[str, str], shown: str) -> UserError:
     """The first validation error, with the recipe's key names."""
     dotted = _setting(errors[0]["loc"])
@@ -474,6 +483,9 @@ def _shown(path: Path) -> str:
     except OSError:  # the working directory is gone
         return str(path)
     return str(path) if relative.startswith("..") else relative
+
+
+# --- excerpts ---
 
 
 def excerpt(recipe: Recipe, keys: Iterable[str]) -> Recipe:

@@ -43,6 +43,9 @@ EMBEDDED = "attestations"
 """The key of the envelopes in a JSON output."""
 
 
+# --- statements ---
+
+
 class Part(BaseModel):
     """Base class of the parts of a statement, with keys in camel case."""
 
@@ -187,6 +190,9 @@ class Statement(Part):
         return self.model_dump_json(exclude_none=True).encode()
 
 
+# --- envelopes ---
+
+
 @dataclass(frozen=True)
 class Attestation:
     """A statement in its envelope.
@@ -277,6 +283,9 @@ def seal(statement: Statement, signer: "CryptoSigner | None", where: str) -> Att
 def _line(envelope: "Envelope") -> str:
     values: dict[str, Any] = envelope.to_dict()
     return json.dumps(values, separators=(",", ":"))
+
+
+# --- files ---
 
 
 def read(output: Path) -> list[Attestation]:

@@ -191,6 +191,9 @@ def describe(statement: Statement) -> str:
     return f"{statement.step}  {main[1][:SHORT]}  {finished}"
 
 
+# --- `Production.require` ---
+
+
 def require(folder: Path, wanted: Collection[str], keys: Sequence[Path]) -> None:
     """Check a release, or a model repository, against the requirements.
 

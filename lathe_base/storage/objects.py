@@ -34,6 +34,9 @@ UNKNOWN = "unknown "
 """Prefix of identifiers for contents that cannot be identified without reading all of them."""
 
 
+# --- manifests ---
+
+
 @dataclass(frozen=True)
 class Entry:
     """A file of a prefix: its size and digest."""
@@ -72,6 +75,9 @@ def from_json(text: str | bytes, where: str) -> dict[str, Entry]:
     for name in files:
         require_relative(name, where)
     return files
+
+
+# --- operations ---
 
 
 def exists(uri: str) -> bool:
@@ -221,6 +227,9 @@ def _text(store: ObjectStore, key: str) -> str | None:
         if error.code in MISSING:
             return None
         raise
+
+
+# --- content identifiers ---
 
 
 def content_id(location: str) -> str:

@@ -70,6 +70,9 @@ class FileKind:
     is_one: Callable[[Path], bool]
 
 
+# --- claims, before any work ---
+
+
 def claim_output_folder(output: Path, kind: Kind, *inputs: Source) -> None:
     """Check, before any work, that `output` may become a new folder of this kind.
 
@@ -174,6 +177,9 @@ def foreign_files_error(output: Path, names: list[str]) -> UserError:
         "give a new or empty folder as --output, or move these files away",
         Code.EXISTS,
     )
+
+
+# --- writing and replacing ---
 
 
 @contextmanager
@@ -318,6 +324,9 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
     for parent in sorted(parents, reverse=True):
         with suppress(OSError):
             parent.rmdir()
+
+
+# --- what an earlier output consists of ---
 
 
 def not_ours(folder: Path, kind: Kind) -> list[str]:

@@ -122,6 +122,9 @@ NodeResource = Annotated[
 ]
 
 
+# --- placement of pods ---
+
+
 class Toleration(Settings):
     """A taint that pods tolerate, as Kubernetes writes it."""
 
@@ -296,6 +299,9 @@ class Placements(Placement):
         # `cpus` and `memory` are not settings of a placement; `LaunchSettings.of_step` takes them.
         known = {key: value for key, value in set_fields.items() if key in Placement.model_fields}
         return self.model_copy(update=known | {"steps": {}})
+
+
+# --- parallel layout and machines ---
 
 
 class Sharding(Settings):

@@ -18,6 +18,8 @@ from lathe_base.config.settings.types import (
     split_numbers,
 )
 
+# --- the corpus and its tokens ---
+
 
 class Dataset(Settings):
     """Documents and sequence length. The group and its keys are PaddleFleetX's."""
@@ -151,6 +153,9 @@ class PrepareSettings(Settings):
     to 240 million training tokens; with more, only longer overlaps are found."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of tokenizer threads; 0 uses one per CPU core."""
+
+
+# --- training ---
 
 
 class GlobalSettings(Settings):
