@@ -94,7 +94,7 @@ FAULTS = {
         "provenance/test_chain.py",
     ),
     "launch": Fault(
-        "lathe_launch/node.py",
+        "lathe_launch/local.py",
         "if not store.check([key])]",
         "if key]",
         "the log names nodes that have joined as missing",

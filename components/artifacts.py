@@ -1,15 +1,21 @@
 """Locations of a component's artifacts: local paths for its stage, addresses in the store for other
-steps.
+steps. And a step's figures: those that it records, and those of its whole run.
 
 `LATHE_STORE` is an address below which models and data sets are stored instead of in Pipelines' own
 store: `file:///pvc` on a volume that all pods mount, for a cluster without an object store.
-Pipelines keeps a pointer to them (`components.pointer`).
+
+Pipelines itself does not support that: its launcher (2.17) fails every step with an input that is
+not in an object store. So for Pipelines an artifact on a volume is a folder with one small file,
+the pointer, that contains its address. It is uploaded and fetched, shown in the UI, and found by
+the cache and by resumed runs.
 """
 
 import atexit
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -21,11 +27,13 @@ from typing import Any, TypeAlias, overload
 from kfp import dsl
 
 from components import tracking
-from components.pointer import resolve_pointer, write_pointer
 from lathe_base.artifacts.remote import download
+from lathe_base.errors import StageError, UserError
 from lathe_base.storage import is_remote, upload
-from lathe_launch.cluster.usage import step_usage
+from lathe_launch.cluster.status import step_usage
 from lathe_launch.usage import PREFIX, Usage
+
+log = logging.getLogger("lathe")
 
 OptionalArtifact: TypeAlias = dsl.Artifact | None
 """An input artifact; None for an optional one that was not given."""
@@ -37,6 +45,11 @@ STORE = "LATHE_STORE"
 """Environment variable: the address below which a local run stores every artifact, and a step in a
 pod its models and data sets; metrics, verdicts and pages stay where the UI and `make runs` find
 them."""
+
+POINTER = "address.txt"
+
+LOCAL_RUN = re.compile(r"-\d{4}(?:-\d\d){5}-\d{6}$")
+"""The end of the name that KFP's local runner gives a run's folder."""
 
 
 @overload
@@ -56,22 +69,41 @@ def local(*artifacts: OptionalArtifact) -> tuple[Path, ...]: ...
 def local(*artifacts: OptionalArtifact) -> tuple[Path | None, ...]:
     """Folders or files of input artifacts, downloaded if KFP has not done so; None for an optional
     input that was not given, although KFP has components annotate those as always given."""
-    return tuple(_local(artifact) if artifact else None for artifact in artifacts)
-
-
-def _local(artifact: dsl.Artifact) -> Path:
-    path, address = Path(artifact.path), resolve_pointer(artifact)
-    if address == artifact.uri and (path.exists() or not is_remote(address)):
-        return path
-    return _brought(address, path.name)
+    paths: list[Path | None] = []
+    for artifact in artifacts:
+        if not artifact:
+            paths.append(None)
+            continue
+        path, address = Path(artifact.path), resolve_pointer(artifact)
+        is_here = address == artifact.uri and (path.exists() or not is_remote(address))
+        paths.append(path if is_here else _downloaded(address, path.name))
+    return tuple(paths)
 
 
 @cache
-def _brought(address: str, name: str) -> Path:
+def _downloaded(address: str, name: str) -> Path:
+    """A copy of a folder or file in a store, once per process, which deletes it when it ends."""
     folder = Path(tempfile.mkdtemp(prefix="lathe-input-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     download(address, folder / name)
     return folder / name
+
+
+def resolve_pointer(artifact: dsl.Artifact) -> str:
+    """The address of an artifact's files."""
+    pointer = Path(artifact.path) / POINTER
+    return pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else artifact.uri
+
+
+def write_pointer(output: dsl.Artifact, address: str) -> None:
+    """Record that an output has been written to an address: for Pipelines, as a pointer."""
+    if "KFP_RUN_ID" not in os.environ:
+        output.uri = address
+    elif address != output.uri:
+        path = Path(output.path)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        (path / POINTER).write_text(f"{address}\n", encoding="utf-8")
 
 
 def output_address(output: dsl.Artifact) -> str:
@@ -100,7 +132,11 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     the result may have. The metrics file is written too: an artifact without a file never hits
     KFP's cache.
     """
-    figures = _figures(result if isinstance(result, dict) else asdict(result))
+    values = result if isinstance(result, dict) else asdict(result)
+    # JSON, in which Pipelines stores them, has no NaN and no infinity.
+    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
+    figures = {k: v for k, v in numbers.items() if math.isfinite(v)}
+    # The usage depends on the machine: it does not belong to the artifacts.
     workers = Usage.of_figures(figures)
     figures = {name: value for name, value in figures.items() if not name.startswith(PREFIX)}
     logged = figures | (step_usage() + workers).priced().figures
@@ -110,7 +146,7 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     Path(metrics.path).write_text(json.dumps(logged, indent=2), encoding="utf-8")
     for artifact in artifacts:
         artifact.metadata.update(figures)
-    tracking.record(logged, *artifacts)
+    tracking.record(logged, [(artifact, resolve_pointer(artifact)) for artifact in artifacts])
     for artifact in (metrics, *artifacts):
         address = output_address(artifact)
         if address not in (artifact.uri, resolve_pointer(artifact)):
@@ -118,6 +154,25 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
             write_pointer(artifact, address)
 
 
-def _figures(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
-    return {k: v for k, v in numbers.items() if math.isfinite(v)}
+def run_usage(output: dsl.Artifact) -> Mapping[str, Usage]:
+    """What the steps of this run have used that have finished; empty, with a warning, if their
+    metrics cannot be read.
+
+    Args:
+        output: an output of this step, whose address shows where those of the run are.
+    """
+    run = os.environ.get("KFP_RUN_ID")
+    parts = (output.uri if run else output.path).split("/")
+    if run in parts:
+        location = "/".join(parts[: parts.index(run) + 1]) + "/"
+    elif len(parts) > 3 and LOCAL_RUN.search((below := tracking.below_root(parts))[0]):
+        location = "/".join(parts[: -len(below)])
+    else:  # called outside of a run
+        return {}
+    from lathe.report.results import read_results  # takes a second; only the report needs it
+
+    try:
+        return read_results(location).usage
+    except (UserError, StageError) as error:
+        log.warning("the report does not show what the steps have used: %s", error)
+        return {}

@@ -1,5 +1,11 @@
 """What the first step of a run decides for all others: the settings that each reads, and the
-machines that their pods request."""
+machines that their pods request.
+
+A step is given the settings of `SETTINGS` and no others, as an excerpt of its recipe, and reading
+another is an error: what is not here does not invalidate its result. They are in a table, not in
+the components' declarations, because the first step reads them in its pod, where KFP cannot import
+components.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +21,6 @@ from components.machines import (
     requests,
     trainjob_overrides,
 )
-from components.settings import RECIPES, RESTARTS, SETTINGS, SHARED
 from lathe.data.run_inputs import RunInputs
 from lathe.model.config import read_config
 from lathe.train.shape import model_config
@@ -25,6 +30,52 @@ from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import fetch
 
 log = logging.getLogger("lathe")
+
+RESTARTS = "Launch.restarts"
+"""A setting that every step reads: `components.stage`."""
+
+TRAINING = (
+    *("Global", "Engine", "Data", "Model", "Distributed", "Launch", "Optimizer"),
+    *("Compress.engine", "Compress.Distill", "Compress.Quantization"),
+)
+ON_GPU = ("Global", "Launch.gpus_per_node", "Compress.engine")
+
+SETTINGS: dict[str, Sequence[str]] = {
+    "prepare": ("Prepare", "Data"),
+    "pretrain": TRAINING,
+    "finetune": (*TRAINING, "Finetune"),
+    "prune": (*TRAINING, "Compress.Prune"),
+    "analyze": (
+        *(*ON_GPU, "Engine", "Data", "Model", "Distributed", "Compress.Quantization"),
+        *("Sensitivity", "Gate.max_perplexity_increase"),
+    ),
+    "quantize": (*TRAINING, "Sensitivity.calibration_batches", "Gate.max_perplexity_increase"),
+    "estimate": (
+        *(*ON_GPU, "Engine", "Data", "Compress.Quantization", "Sensitivity"),
+        "Gate.max_perplexity_increase",
+    ),
+    "evaluate": (*ON_GPU, "Offline_Eval", "Generation"),
+    "export": ("Export", "Compress.engine", "Production.require"),
+    "price": ("Export", "Compress.Quantization"),
+    "choose": ("Gate",),
+    "deploy": ("Serving", "Generation", "Export"),
+    "gate": ("Gate",),
+    "release": (
+        *("Production", "Offline_Eval", "Gate", "Serving", "Global", "Generation"),
+        "Compress.engine",
+    ),
+    "report": ("Gate",),
+}
+"""Component -> groups of the recipe, or `Group.key`."""
+
+SHARED = {"tokenizer": "prepare", "tokenize": "prepare", "join": "prepare"}
+SHARED |= {"certify": "pretrain", "design": "export"}
+"""Components that read the same settings as another."""
+
+RECIPES = {"prune": "prune_recipe", "finetune": "finetune_recipe"}
+RECIPES |= dict.fromkeys(("analyze", "quantize", "estimate"), "qat_recipe")
+"""Component -> the argument of a pipeline with the recipe of its settings, if it is another than
+`recipe`. A pipeline without that argument has one recipe."""
 
 CHATS = ("Prepare.chat=True", "Data.reset_attention=True")
 """What a run on conversations sets in all recipes: several share a sample, and no token of one sees
@@ -70,6 +121,7 @@ def plan(
     overrides = [*CHATS, *overrides] if has_chats else overrides
     found: dict[str, Any] = {}
     if pool:
+        # The pool comes first: the user's own overrides replace it.
         overrides = [*pool.overrides, *overrides]
         first = load_recipe(recipe, overrides)
         sizes = run_sizes(first, model)

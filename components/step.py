@@ -1,13 +1,20 @@
-"""A component's declaration of its step, independent of the pipeline. The settings that it reads
-are in `components.settings`."""
+"""A component's declaration of its step, independent of the pipeline, and all components by name.
+The settings that a step reads are in `components.plan`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 import docstring_parser
 
 from components.supervise import supervised
+
+FOLDER = Path(__file__).resolve().parent
+FUNCTION = "--function_to_execute"
+"""KFP's option, in the arguments of a step's container, that names the component."""
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/component.py"))
 
 Machine = Literal["training", "node", "gpu", "cpu", "text", "waiting"]
 
@@ -60,3 +67,13 @@ def step(machine: Machine, hours: float, **more: Any) -> Callable[[Any], Any]:
         return supervised(component)
 
     return decorate
+
+
+def component(name: str) -> Any:
+    """The component of a stage; its attribute `step` declares its step."""
+    return getattr(import_module(f"components.{name}.component"), name)
+
+
+def step_names() -> list[str]:
+    """The steps' names in pipelines, without the name of a model's variant."""
+    return sorted({component(name).step.name or name for name in NAMES})

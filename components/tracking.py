@@ -13,7 +13,6 @@ from typing import Any
 
 from kfp import dsl
 
-from components.pointer import resolve_pointer
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import flat
 from lathe_base.errors import StageError, UserError
@@ -73,8 +72,12 @@ def tracked(recipe: str, settings: Recipe) -> Iterator[None]:
             _process.step = None
 
 
-def record(metrics: Mapping[str, float], *artifacts: dsl.Artifact) -> None:
-    """Log a step's figures, the curves of a training, and the outputs that are files."""
+def record(metrics: Mapping[str, float], artifacts: Sequence[tuple[dsl.Artifact, str]]) -> None:
+    """Log a step's figures, the curves of a training, and the outputs that are files.
+
+    Args:
+        artifacts: each with the address of its files.
+    """
     if _process.step:
         _process.attempt(_record, _process.step, metrics, artifacts)
 
@@ -82,8 +85,8 @@ def record(metrics: Mapping[str, float], *artifacts: dsl.Artifact) -> None:
 def _record(step: TrackedStep, metrics: Mapping[str, float], artifacts: Any) -> None:
     step.figures(metrics)
     with tempfile.TemporaryDirectory() as name:
-        for artifact in artifacts:
-            path, copy, address = Path(artifact.path), Path(name), resolve_pointer(artifact)
+        for artifact, address in artifacts:
+            path, copy = Path(artifact.path), Path(name)
             if path.is_file():
                 file = copy / f"{path.name}{SUFFIXES.get(artifact.schema_title, '')}"
                 file.write_bytes(path.read_bytes())
@@ -94,6 +97,7 @@ def _record(step: TrackedStep, metrics: Mapping[str, float], artifacts: Any) -> 
             elif (path / TRACE).is_file():
                 step.curves(path / TRACE)
             elif is_remote(address) and (address != artifact.uri or not path.exists()):
+                # Already in the store: a TrainJob wrote it there, or this pod has moved it.
                 with suppress(UserError, StageError):  # not a training's
                     step.curves(fetch(f"{address}/{TRACE}", copy))
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from kfp import dsl
 
-from components.artifacts import copy, local, output_address
+from components.artifacts import copy, local, output_address, resolve_pointer, write_pointer
 from components.machines import starts_trainjob
-from components.pointer import resolve_pointer, write_pointer
 from lathe import backends
 from lathe.model.folder import MARKER
 from lathe.report.training import checkpoint_metadata, training_page

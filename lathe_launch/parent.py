@@ -1,4 +1,5 @@
-"""Processes that never outlive the one that started them, even if it is killed; Linux only.
+"""Processes that never outlive the one that started them, even if it is killed (Linux only), and
+termination signals while there are processes or pods to end.
 
 `python lathe_launch/parent.py PARENT COMMAND...` replaces itself with COMMAND, set up so that the
 kernel kills it when the process PARENT, which started it, ends: see `tied`.
@@ -10,12 +11,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TIED = "LATHE_TIED"
 """Environment variable of a tied command: its process id, for processes that a shell starts."""
+TERMINATION = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def tied(command: Sequence[str]) -> list[str]:
@@ -54,6 +57,26 @@ def report_preemption(message: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         report = {"message": message, "timestamp": int(time.time())}
         Path(path).write_text(json.dumps(report), encoding="utf-8")
+
+
+@contextmanager
+def first_signal_raises(
+    error: Callable[[int], BaseException], numbers: Sequence[int] = TERMINATION
+) -> Iterator[None]:
+    """The first of these signals raises `error(number)`; later ones are ignored until the block
+    ends, so that they do not interrupt its cleanup."""
+
+    def handler(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise error(number)
+
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 if __name__ == "__main__":

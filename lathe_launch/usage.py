@@ -1,4 +1,5 @@
-"""What a step has used: time, CPUs, GPUs and memory, from its cgroup or its processes.
+"""This machine's memory, as far as the process may use it, and what a step has used: time, CPUs,
+GPUs and memory, from its cgroup or its processes.
 
 In a pod the cgroup is the step's own and counts every process that it has started, restarts
 included. Elsewhere it is the session's, so the process and the children that it has waited for are
@@ -11,16 +12,20 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lathe_launch.memory import CGROUP
+from lathe_base.errors import Code, UserError
 from lathe_launch.shape import visible_gpus
 
 BEGAN = time.monotonic()
 
+CGROUP = Path("/sys/fs/cgroup")
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup v2 and v1
+PEAKS = ("memory.peak", "memory/memory.max_usage_in_bytes")  # of cgroup v2 and v1
+PROCESS = 128e6  # bytes: less than torch itself takes of its own
 PREFIX = "usage."
 """Prefix of these figures among a step's metrics."""
 TERMINATION_LOG = Path("/dev/termination-log")
@@ -28,7 +33,51 @@ TERMINATION_LOG = Path("/dev/termination-log")
 GPU_HOUR, CPU_HOUR = "LATHE_GPU_HOUR_PRICE", "LATHE_CPU_HOUR_PRICE"
 """Environment variables: the prices of an hour of a GPU and of a CPU, in any currency."""
 GIB = 2**30
-PEAKS = ("memory.peak", "memory/memory.max_usage_in_bytes")  # of cgroup v2 and v1
+
+
+def require_processes(count: int) -> None:
+    """Check that this machine can run this many training processes.
+
+    Raises:
+        UserError: torch alone would fill its memory.
+    """
+    available = machine_memory()
+    if count * PROCESS > available:
+        raise UserError(
+            f"Distributed asks for {count} processes on this machine, which has "
+            f"{available / 1e9:,.0f} GB, enough for at most {available // PROCESS:.0f} even "
+            "without a model",
+            "lower the degrees, or distribute the processes over several machines with "
+            "Launch.nodes",
+            Code.OUT_OF_MEMORY,
+        )
+
+
+def machine_memory() -> int:
+    """Memory in bytes of this machine, as far as the process's cgroups allow."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *cgroup_limits()])
+
+
+def cgroup_limits(
+    root: Path = CGROUP, cgroup_file: Path = Path("/proc/self/cgroup")
+) -> Iterator[int]:
+    """Memory limits in bytes of the process's cgroup and its ancestors."""
+    try:
+        lines = cgroup_file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:  # v2 has one, 0::/path; v1 one for each controller, 4:memory:/path
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / controllers
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top):
+                for text in (_read(folder / name).strip() for name in LIMITS):
+                    if text.isdigit():  # else "max"
+                        yield int(text)
 
 
 @dataclass(frozen=True)
@@ -78,9 +127,10 @@ class Usage:
 
     def priced(self) -> "Usage":
         """With the price of its hours, if the environment gives prices."""
-        hours = {GPU_HOUR: self.gpu_hours, CPU_HOUR: self.cpu_hours}
-        prices = {name: _number(os.environ.get(name, "")) for name in hours}
-        costs = [p * (hours[name] or 0.0) for name, p in prices.items() if p is not None]
+        costs = []
+        for name, hours in ((GPU_HOUR, self.gpu_hours), (CPU_HOUR, self.cpu_hours)):
+            with suppress(ValueError):  # not set, or not a number
+                costs.append(float(os.environ.get(name, "")) * (hours or 0.0))
         return Usage(**asdict(self) | {"price": sum(costs) if costs else None})
 
 
@@ -88,10 +138,19 @@ def measure(cgroup: Path = CGROUP) -> Usage:
     """CPU time and memory of this step so far: of its pod, or of this process and its children,
     with the hours since this module was imported."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
-        return Usage(cpu_hours=_cpu_hours(cgroup), peak_memory_gib=_peak_memory_gib(cgroup))
+        # cgroup v2 counts CPU time in microseconds, v1 in nanoseconds.
+        v2 = re.search(r"^usage_usec (\d+)$", _read(cgroup / "cpu.stat"), re.MULTILINE)
+        v1 = _read(cgroup / "cpuacct/cpuacct.usage").strip()
+        spent = int(v2[1]) / 1e6 if v2 else int(v1) / 1e9 if v1.isdigit() else None
+        # Linux before 5.19 does not record the peak with cgroup v2.
+        texts = (_read(cgroup / name).strip() for name in PEAKS)
+        return Usage(
+            cpu_hours=None if spent is None else spent / 3600,
+            peak_memory_gib=next((int(text) / GIB for text in texts if text.isdigit()), None),
+        )
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(one.ru_utime + one.ru_stime for one in used)
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
     peaks = [one.ru_maxrss * unit for one in used]
     # Linux counts in ru_maxrss what the parent had when it started this process.
     if match := re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE):
@@ -122,29 +181,7 @@ def left_usage(message: str | None) -> Usage:
     return Usage.of_figures(figures) if isinstance(figures, dict) else Usage()
 
 
-def _cpu_hours(cgroup: Path) -> float | None:
-    text = _read(cgroup / "cpu.stat")
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name == "usage_usec":
-            return int(value) / 1e6 / 3600
-    nanoseconds = _read(cgroup / "cpuacct/cpuacct.usage").strip()
-    return int(nanoseconds) / 1e9 / 3600 if nanoseconds.isdigit() else None
-
-
-def _peak_memory_gib(cgroup: Path) -> float | None:
-    """None on kernels that do not record it: Linux before 5.19 with cgroup v2."""
-    texts = (_read(cgroup / name).strip() for name in PEAKS)
-    return next((int(text) / GIB for text in texts if text.isdigit()), None)
-
-
 def _read(path: Path) -> str:
     with suppress(OSError):
         return path.read_text(encoding="utf-8")
     return ""
-
-
-def _number(text: str) -> float | None:
-    with suppress(ValueError):
-        return float(text)
-    return None

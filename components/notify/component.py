@@ -31,7 +31,7 @@ def notify(
     from components.stage import log_plainly
     from lathe.report.notice import make_notice, make_page
     from lathe_base.tracking.webhook import post
-    from lathe_launch.cluster.workflow import final_state
+    from lathe_launch.cluster.status import final_state
 
     log_plainly()
     run, ui = os.environ["KFP_RUN_ID"], os.environ.get("LATHE_KFP_UI", "").rstrip("/")

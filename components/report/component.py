@@ -46,9 +46,8 @@ def report(
     """
     from pathlib import Path
 
-    from components.artifacts import local, record
+    from components.artifacts import local, record, run_usage
     from components.stage import stage
-    from components.usage import run_usage
     from lathe.report.report import report_run
     from lathe.report.summary import Candidate, format_name
 

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 import lathe_base
-from components.stages import FOLDER, NAMES, component
+from components.step import FOLDER, NAMES, component
 from lathe.cli import app
 from lathe_base.config import explain
 from lathe_base.config.fleetx_keys import (

@@ -28,8 +28,7 @@ from lathe_base.provenance.chain import require
 from lathe_base.provenance.keys import trusted_keys
 from lathe_base.provenance.step import attest, materials, now
 from lathe_base.tracking.models import register_release
-from lathe_launch.cluster.deployment import Deployment, has_cluster
-from lathe_launch.cluster.rollout import roll
+from lathe_launch.cluster.rollout import Deployment, has_cluster, roll
 from lathe_serving.repository import remove_bytecode, require_whole
 
 log = logging.getLogger("lathe")

@@ -25,7 +25,7 @@ from lathe.train.shape import model_config
 from lathe.train.workers import choose_device
 from lathe_base.config.settings import LoraSettings, Recipe
 from lathe_base.errors import Code, UserError
-from lathe_launch.memory import machine_memory
+from lathe_launch.usage import machine_memory
 
 FLOAT = 4  # bytes
 UNITS: tuple[Units, ...] = ("heads", "channels")

@@ -1,4 +1,5 @@
-"""The parts of the Kubernetes API that the launcher and the janitor use, via the official client.
+"""The parts of the Kubernetes API that Lathe uses, and the user's kubeconfig, with the official
+client.
 
 Requests are retried for a while if the API server does not answer; a forbidden request raises a
 `UserError` that names the verb, the resource, the account and the Role that would allow it.
@@ -9,19 +10,25 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any, NoReturn, cast
 
+import yaml
 from kubernetes import client, config  # type: ignore[import-untyped]
 from kubernetes.client import ApiException  # type: ignore[import-untyped]
+from kubernetes.config.kube_config import (  # type: ignore[import-untyped]
+    KubeConfigLoader,
+    KubeConfigMerger,
+)
 from kubernetes.watch import Watch  # type: ignore[import-untyped]
 from tenacity import RetryCallState, Retrying, stop_after_delay, wait_exponential_jitter
 from urllib3.exceptions import HTTPError
 
-from lathe_base.errors import Code, StageError, UserError
-from lathe_launch.cluster.kubeconfig import load_kubeconfig
+from lathe_base.errors import Code, StageError, UserError, printable
+from lathe_base.storage.network import as_proxy, authorities, proxy_for
 
 log = logging.getLogger("lathe")
 
@@ -139,7 +146,7 @@ class Cluster:
     def warnings(self, prefix: str) -> list[str]:
         """Messages of the warning events about objects whose names have this prefix, newest last;
         empty without permission to list events."""
-        try:
+        try:  # not with `ask`: events only explain, and are not worth waiting for
             events = self._core.list_namespaced_event(
                 self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
             ).items
@@ -202,13 +209,14 @@ class Cluster:
             before_sleep=_tell,
             reraise=True,
         )
+        # A single attempt must not outlast the patience, which is checked between attempts only.
         limits = tuple(min(seconds, self.patience) for seconds in TIMEOUT)
         try:
             answer = asking(call, *arguments, _request_timeout=limits, **options)
             self.was_accepted.set()
             return answer
         except ApiException as error:
-            if error.status != 401:
+            if error.status != 401:  # even a 403 or a 404 is an answer to a known user
                 self.was_accepted.set()
             if error.status == unless:
                 return None
@@ -299,6 +307,79 @@ def connect(role: str = "lathe-pipeline", namespace: str | None = None) -> Clust
             Code.NOT_FOUND,
         ) from None
     return Cluster(client.ApiClient(settings), namespace or current or DEFAULT_NAMESPACE, role)
+
+
+class _Loader(KubeConfigLoader):  # type: ignore[misc]
+    def _load_from_exec_plugin(self) -> bool | None:
+        """The base class logs why the plugin failed, and continues without credentials."""
+        said: list[str] = []
+
+        def take(record: logging.LogRecord) -> bool:
+            said.append(record.getMessage())
+            return False
+
+        root, silent = logging.getLogger(), logging.NullHandler()
+        root.addFilter(take)
+        root.addHandler(silent)  # or else `logging.error` installs a handler for good
+        try:
+            loaded: bool | None = super()._load_from_exec_plugin()
+        finally:
+            root.removeFilter(take)
+            root.removeHandler(silent)
+        if said:
+            command = self._user["exec"].safe_get("command")
+            words = printable(" ".join(" ".join(said).split()), 600)
+            raise config.ConfigException(f"the credential plugin {command} failed: {words}")
+        return loaded
+
+
+def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
+    """Fill the `Configuration` of a client from KUBECONFIG, else ~/.kube/config, and return the
+    context's namespace, if it names one.
+
+    Also does what the official client does not: `proxy-url`, proxies and certificate authorities
+    from the environment, and renewed tokens in a `tokenFile`.
+
+    Args:
+        context: a context of the file; its current one by default.
+
+    Raises:
+        config.ConfigException: there is no such file or context, or it is malformed.
+    """
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    try:
+        merged = KubeConfigMerger(files)
+    except yaml.YAMLError as error:
+        raise config.ConfigException(f"{files}: {' '.join(str(error).split())}") from None
+    if merged.config is None:
+        raise config.ConfigException(f"{files}: no such file")
+    loader = _Loader(
+        merged.config,
+        active_context=context,
+        config_base_path=None,  # each file's own folder
+        config_persister=merged.save_changes,
+    )
+    loader.load_and_set(settings)
+    settings.ssl_ca_cert = settings.ssl_ca_cert or authorities()
+    named = loader._cluster.safe_get("proxy-url")
+    if proxy := as_proxy(named) if named else proxy_for(settings.host):
+        if not proxy.address.startswith(("http://", "https://")):
+            raise config.ConfigException(
+                f"proxy {proxy.address}: only http:// and https:// are supported"
+            )
+        settings.proxy, settings.proxy_headers = proxy
+    if loader._user and (name := loader._user.safe_get("tokenFile")):
+        file = Path(loader._user.path).absolute().parent / name
+
+        def renew(client: Any) -> None:
+            with suppress(OSError):  # while the file is replaced, the token before is good
+                if token := file.read_text(encoding="utf-8").strip():
+                    client.api_key["authorization"] = f"Bearer {token}"
+
+        # Called before every request: the token is read again each time, as kubectl does.
+        settings.refresh_api_key_hook = renew
+    namespace: str | None = loader.current_context["context"].get("namespace")
+    return namespace
 
 
 def pod_selector(job: str) -> str:

@@ -23,8 +23,7 @@ from lathe_launch.cluster.api import (
     pod_selector,
 )
 from lathe_launch.cluster.logs import LogFollower
-from lathe_launch.cluster.queue import why_queued
-from lathe_launch.cluster.usage import pod_usage
+from lathe_launch.cluster.status import pod_usage
 from lathe_launch.shape import SCHEDULING_SECONDS
 from lathe_launch.usage import Usage
 
@@ -101,10 +100,11 @@ class Follower:
                 deadline = {"reason": "DeadlineExceeded"}
                 raise reasons.failure([], {}, self._settings, deadline)
             if job["spec"].get("suspend") or _is_true(conditions, "Suspended"):
+                # The other waits begin anew once it is admitted.
                 self._waits = {"quota": self._waits.get("quota", time.monotonic())}
                 waited = self._waited("quota", True)
                 queue = f"waits for quota in the queue {self._settings.queue}"
-                why = why_queued(self._cluster, "TrainJob", self._name, waited)
+                why = reasons.why_queued(self._cluster, "TrainJob", self._name, waited)
                 self._notice(f"{queue}: {why}" if why else queue)
                 # The queue evicted the pods to reclaim quota; others will follow, with their waits.
                 if self._pods:
@@ -113,8 +113,7 @@ class Follower:
                     self._pods, self._logs, self._since = {}, {}, None
             else:
                 self._waited("quota", False)
-                self._check_refused()
-                self._check_waiting()
+                self._check_pending()
 
     @property
     def used(self) -> Usage:
@@ -161,22 +160,20 @@ class Follower:
         self._logs[uid] = LogFollower(self._cluster, pod.metadata.name, CONTAINER, emit)
         self._logs[uid].start()
 
-    def _check_refused(self) -> None:
-        """Log why nodes have no pods, and fail after too long: if a quota or policy rejects the
-        pods of Job and JobSet, only their events say so."""
+    def _check_pending(self) -> None:
+        """Log why pods are missing or have not started, and fail after too long."""
+        # If a quota or policy rejects the pods of Job and JobSet, only their events say so.
         nodes = len({reasons.node_rank(pod) for pod in self._pods.values()})
         missing = nodes < self._settings.nodes
         seconds = self._waited("pods", missing)
-        if not missing or seconds < self._patience.silence:
-            return
-        why = next(reversed(self._cluster.warnings(self._name)), "no events explain why")
-        lack = f"has pods for {nodes} of {self._settings.nodes} nodes after {seconds:.0f} s: {why}"
-        self._notice(lack)
-        if seconds > self._patience.scheduling:
-            raise reasons.refused(f"TrainJob {self._name} {lack}", self._cluster.namespace)
-
-    def _check_waiting(self) -> None:
-        """Fail if pods have waited too long; a pool may scale up, a registry recover."""
+        if missing and seconds >= self._patience.silence:
+            why = next(reversed(self._cluster.warnings(self._name)), "no events explain why")
+            lack = f"has pods for {nodes} of {self._settings.nodes} nodes after {seconds:.0f} s"
+            self._notice(f"{lack}: {why}")
+            if seconds > self._patience.scheduling:
+                what = f"TrainJob {self._name} {lack}: {why}"
+                raise reasons.refused(what, self._cluster.namespace)
+        # No node has room: a pool may scale up.
         pending = [pod for pod in self._pods.values() if not reasons.has_started(pod)]
         message = next(filter(None, map(reasons.unschedulable, pending)), None)
         seconds = self._waited("place", message is not None)
@@ -184,6 +181,7 @@ class Follower:
             self._notice(f"waits to be scheduled: {message}")
             if seconds > self._patience.scheduling:
                 raise reasons.no_node(message, seconds, self._settings)
+        # An image or a secret is missing: a registry may recover.
         errors = [reasons.not_startable(pod, self._image) for pod in pending]
         error = next(filter(None, errors), None)
         seconds = self._waited("start", error is not None)
@@ -193,6 +191,7 @@ class Follower:
                 raise error
 
     def _waited(self, what: str, waits: bool) -> float:
+        """Seconds for which pods have waited for `what` without a break."""
         if not waits:
             self._waits.pop(what, None)
             return 0.0
@@ -212,7 +211,7 @@ class Follower:
             self._noticed = key
 
 
-_OUTPUT = threading.Lock()
+_OUTPUT = threading.Lock()  # each pod's log is read by a thread of its own
 
 
 def print_line(line: str) -> None:

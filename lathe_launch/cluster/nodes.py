@@ -1,21 +1,32 @@
-"""Finds the nodes that pods can be scheduled on, and explains why none fit."""
+"""Finds the nodes that pods can be scheduled on, and explains why none fit: by labels and taints,
+for a pool of GPUs, and for a worker that needs more memory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import urllib3
 from kubernetes import client, config  # type: ignore[import-untyped]
+from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
 
 from lathe_base.checks import Finding
-from lathe_base.config.settings import Placement
+from lathe_base.config.settings import LaunchSettings, Placement
 from lathe_base.config.settings.placement import NODE_POOL, REQUIRED
+from lathe_base.config.settings.types import parse_bytes
 from lathe_base.errors import Code, StageError, UserError
-from lathe_launch.cluster.kubeconfig import load_kubeconfig
+from lathe_launch.cluster.api import WORK, Cluster, load_kubeconfig
+from lathe_launch.cluster.reasons import has_ended
 
-HARD = ("NoSchedule", "NoExecute")
+HARD = ("NoSchedule", "NoExecute")  # PreferNoSchedule keeps no pod off
 LABELS = "kubectl get nodes --show-labels"
 TIMEOUT = (10, 10)
 """Seconds to connect, and between two bytes of an answer."""
+MEMORY_FACTOR = 1.5
+MEMORY_KEYS = ("requests.memory", "limits.memory", "memory")
+"""Keys of a quota to which a pod's memory counts."""
+PATIENCE_SECONDS = 20.0
+MIB = 2**20
 Node = Any  # the client's models have no types
 
 
@@ -115,7 +126,20 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
             there = ", ".join(sorted(taints)) or "there is none"
             said = f"Launch.tolerations: {one.key}: no node has this taint: {there}"
             findings.append((said, "kubectl describe nodes | grep -A3 Taints"))
-    findings += _barred(nodes, settings, has_gpus)
+    # Taints that keep pods off all nodes that the settings select.
+    chosen = [
+        node
+        for node in nodes
+        if has_labels(node, settings.node_selector) and has_affinity(node, settings.affinity)
+    ]
+    allowed = settings.tolerated(None, has_gpus)
+    if settings.chooses_nodes and chosen and all(untolerated(node, allowed) for node in chosen):
+        keys = {key for node in chosen for key in untolerated(node, allowed)}
+        names = ", ".join(node.metadata.name for node in chosen)
+        shown = sorted(_shown(t) for node in chosen for t in _taints(node) if t.key in keys)
+        said = f"Launch.tolerations: not tolerated on the chosen nodes, {names}: {', '.join(shown)}"
+        hint = f"add {{key: {min(keys)}, operator: Exists}}, or choose other nodes"
+        findings.append((said, hint))
     resources = {name for node in nodes for name in (node.status.allocatable or {}) if "/" in name}
     if has_gpus and settings.gpu_resource not in resources:
         there = ", ".join(sorted(resources)) or "there is none"
@@ -123,24 +147,6 @@ def doubts(nodes: Sequence[Node], settings: Placement, has_gpus: bool) -> list[F
         hint = "install the vendor's device plugin, or use a resource that the nodes have"
         findings.append((said, f"{hint}; nodes do not list what a DeviceClass provides (DRA)"))
     return [Finding("placement", "warning", said, hint) for said, hint in findings]
-
-
-def _barred(
-    nodes: Sequence[Node], settings: Placement, has_gpus: bool
-) -> Iterator[tuple[str, str]]:
-    """The taints that keep pods off all nodes that the settings select."""
-    chosen = [
-        node
-        for node in nodes
-        if has_labels(node, settings.node_selector) and has_affinity(node, settings.affinity)
-    ]
-    allowed = settings.tolerated(None, has_gpus)
-    keys = {key for node in chosen for key in untolerated(node, allowed)}
-    if settings.chooses_nodes and chosen and all(untolerated(node, allowed) for node in chosen):
-        names = ", ".join(node.metadata.name for node in chosen)
-        shown = sorted(_shown(t) for node in chosen for t in _taints(node) if t.key in keys)
-        said = f"Launch.tolerations: not tolerated on the chosen nodes, {names}: {', '.join(shown)}"
-        yield said, f"add {{key: {min(keys)}, operator: Exists}}, or choose other nodes"
 
 
 def _shown(taint: Any) -> str:
@@ -262,3 +268,47 @@ def _pool_nodes(
         raise StageError(f"the cluster does not answer: {error}", Code.UNREACHABLE) from None
     pool_nodes = [node for node in listed if takes(node, settings, name, has_gpus=True)]
     return listed, pool_nodes
+
+
+def more_memory(amount: str) -> str:
+    """`MEMORY_FACTOR` times a Kubernetes quantity of memory, rounded up to MiB; in GiB if that is
+    the same."""
+    mib = math.ceil(MEMORY_FACTOR * parse_bytes(amount) / MIB)
+    return f"{mib // 1024}Gi" if mib % 1024 == 0 else f"{mib}Mi"
+
+
+def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: str) -> None:
+    """Check that the quotas and the nodes allow every worker this much memory.
+
+    Args:
+        work: label of the pods that it would replace.
+
+    Raises:
+        StageError: they do not.
+        UserError: this account may not read them.
+    """
+    cluster = replace(cluster, patience=PATIENCE_SECONDS)
+    wanted = parse_bytes(amount)
+    replaced = [pod for pod in cluster.pods(f"{WORK}={work}") if not has_ended(pod)]
+    # The pods of the failed attempt that have not ended count as used until it is deleted.
+    freed = len(replaced) * parse_bytes(settings.memory_per_node)
+    for quota in cluster.quotas():
+        hard, used = quota.status.hard or {}, quota.status.used or {}
+        for key in (key for key in MEMORY_KEYS if key in hard):
+            left = parse_quantity(hard[key]) - parse_quantity(used.get(key, "0")) + freed
+            if settings.nodes * wanted > left:
+                raise StageError(
+                    f"the quota {quota.metadata.name} has {hard[key]} {key}, of which "
+                    f"{used.get(key, '0')} are used",
+                    Code.NO_ROOM,
+                )
+    sizes = {
+        node.metadata.name: parse_quantity((node.status.allocatable or {}).get("memory", "0"))
+        for node in cluster.nodes()
+        if takes(node, settings, settings.node_pool, bool(settings.gpus_per_node))
+    }
+    if sum(size // wanted for size in sizes.values()) < settings.nodes:
+        there = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in sizes.items())
+        raise StageError(
+            f"of the nodes that it may run on, too few have it: {there or 'none'}", Code.NO_ROOM
+        )

@@ -38,10 +38,10 @@ from lathe_launch.cluster.manifest import (
     runtime_name,
     work_label,
 )
-from lathe_launch.cluster.memory import more_memory, require_room
+from lathe_launch.cluster.nodes import more_memory, require_room
 from lathe_launch.cluster.reasons import NodeFailed
+from lathe_launch.parent import first_signal_raises
 from lathe_launch.shape import Shape, WorkerFailed
-from lathe_launch.signals import first_signal_raises
 from lathe_launch.usage import Usage
 
 log = logging.getLogger("lathe")
@@ -121,9 +121,13 @@ class _Attempts:
         self._command, self._shape = command, shape
         self._deadline = datetime.now(UTC) + timedelta(hours=settings.deadline_hours)
         self._failures = self._pauses = 0
-        self._given_memory = settings.memory_per_node
+        self._first_memory = settings.memory_per_node
         self._work = work_label(command, shape, settings, launcher)
-        self._runtime = _runtime(cluster, settings)
+        self._runtime: TrainJob | None = None
+        try:  # None, too, if it does not exist, which Trainer reports
+            self._runtime = cluster.runtime(runtime_name(settings))
+        except UserError as error:
+            log.warning("tolerations of the training runtime are replaced: %s", error)
         self.name: str | None = None
 
     def begin(self) -> TrainJob:
@@ -135,8 +139,19 @@ class _Attempts:
         while True:
             jobs = self._cluster.trainjobs(**{WORK: self._work})
             for job in jobs:
-                if "deletionTimestamp" not in job["metadata"] and self._adopt(job):
-                    return job
+                if "deletionTimestamp" in job["metadata"]:
+                    continue
+                if not self._cluster.set_owners(job, [self._launcher.owner]):
+                    continue  # deleted in the meantime
+                # Deadline and failures go on from those of the earlier launcher.
+                self.name = job["metadata"]["name"]
+                log.info("TrainJob %s adopted from an earlier launcher", self.name)
+                annotations = job["metadata"]["annotations"]
+                self._failures = int(annotations[FAILURES])
+                self._deadline = datetime.fromisoformat(annotations[DEADLINE])
+                memory = job["spec"]["trainer"]["resourcesPerNode"]["limits"]["memory"]
+                self.settings = self.settings.model_copy(update={"memory_per_node": memory})
+                return job
             if (
                 jobs
                 or (self.name and self._cluster.jobset(self.name))
@@ -152,11 +167,26 @@ class _Attempts:
                         f"TrainJob {self.name} is still being deleted at its deadline", Code.TIMEOUT
                     )
                 time.sleep(1)
-            elif created := self._create():
-                return created
+                continue
+            self.name = attempt_name(self._command[0], self.name)
+            job = build(
+                self._command,
+                self._shape,
+                self.settings,
+                self._launcher,
+                self.name,
+                self._deadline,
+                self._failures,
+                self._runtime,
+            )
+            if self._cluster.create(job):  # else the name is taken: look again
+                self._began = time.monotonic()
+                log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
+                return job
 
     def end(self, error: Preempted | WorkerFailed) -> None:
         """Delete the failed attempt so that another can start, or raise `error`."""
+        # Neither a preemption nor the attempt with more memory costs a restart.
         lacked_memory = isinstance(error, NodeFailed) and error.out_of_memory
         if isinstance(error, WorkerFailed) and not (lacked_memory and self._takes_more_memory()):
             if error.status == UserError.status or self._failures == self.settings.restarts:
@@ -178,7 +208,7 @@ class _Attempts:
     def _takes_more_memory(self) -> bool:
         """Give the next attempt more memory, once; False if there is none."""
         before = self.settings.memory_per_node
-        if before != self._given_memory:
+        if before != self._first_memory:
             return False
         amount = more_memory(before)
         try:
@@ -193,44 +223,3 @@ class _Attempts:
         )
         self.settings = self.settings.model_copy(update={"memory_per_node": amount})
         return True
-
-    def _adopt(self, job: TrainJob) -> bool:
-        if not self._cluster.set_owners(job, [self._launcher.owner]):
-            return False
-        self.name = job["metadata"]["name"]
-        log.info("TrainJob %s adopted from an earlier launcher", self.name)
-        annotations = job["metadata"]["annotations"]
-        self._failures = int(annotations[FAILURES])
-        self._deadline = datetime.fromisoformat(annotations[DEADLINE])
-        memory = job["spec"]["trainer"]["resourcesPerNode"]["limits"]["memory"]
-        self.settings = self.settings.model_copy(update={"memory_per_node": memory})
-        return True
-
-    def _create(self) -> TrainJob | None:
-        """Create the next TrainJob; None if the name is taken."""
-        self.name = attempt_name(self._command[0], self.name)
-        job = build(
-            self._command,
-            self._shape,
-            self.settings,
-            self._launcher,
-            self.name,
-            self._deadline,
-            self._failures,
-            self._runtime,
-        )
-        if not self._cluster.create(job):
-            return None
-        self._began = time.monotonic()
-        log.info("TrainJob %s created, on %d nodes", self.name, self._shape.nodes)
-        return job
-
-
-def _runtime(cluster: Cluster, settings: LaunchSettings) -> TrainJob | None:
-    """The runtime; None if it does not exist, which Trainer reports, or cannot be read."""
-    try:
-        runtime: TrainJob | None = cluster.runtime(runtime_name(settings))
-        return runtime
-    except UserError as error:
-        log.warning("tolerations of the training runtime are replaced: %s", error)
-        return None

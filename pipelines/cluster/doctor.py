@@ -22,8 +22,8 @@ from lathe_base.checks import Check, Finding, State, findings_table, run_checks
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import exists
-from lathe_launch.cluster.access import pipeline_root, require_account
 from lathe_launch.cluster.api import Cluster
+from lathe_launch.cluster.doctor import pipeline_root, require_account
 from lathe_launch.cluster.nodes import LABELS
 from lathe_serving.environment import VULNERABLE, find_environment
 from pipelines.cluster.capacity import capacity_checks, resource_needs

@@ -8,8 +8,7 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes import config
 
 from lathe_base.errors import Code, StageError
-from lathe_launch.cluster.api import Cluster
-from lathe_launch.cluster.kubeconfig import load_kubeconfig
+from lathe_launch.cluster.api import Cluster, load_kubeconfig
 
 PATIENCE_SECONDS = 30.0
 TIMEOUT = (10, 10)

@@ -17,9 +17,8 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.logs import LogFollower
-from lathe_launch.cluster.queue import QUEUE, why_queued
-from lathe_launch.cluster.reasons import OOM
-from lathe_launch.cluster.usage import pod_usage
+from lathe_launch.cluster.reasons import OOM, QUEUE, why_queued
+from lathe_launch.cluster.status import pod_usage
 from lathe_launch.usage import Usage
 from pipelines.cluster import kube_context
 from pipelines.local.log import StageLog

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from kfp.dsl.graph_component import GraphComponent
 
 from components.machines import Pool
-from components.stages import component
+from components.step import component
 from lathe import backends
 from lathe.data.run_inputs import NEWEST
 from lathe.train.batches import resolve_batch

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from lathe.report.results import Results, read_results, rows
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import uri_scheme
-from lathe_launch.cluster.access import PIPELINES_ROOT
+from lathe_launch.cluster.doctor import PIPELINES_ROOT
 from lathe_launch.usage import PREFIX
 from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.pods import Pods

@@ -15,7 +15,7 @@ import typer
 
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import list_objects
-from lathe_launch.cluster.memory import more_memory
+from lathe_launch.cluster.nodes import more_memory
 from pipelines.cluster.follow import Logs
 from pipelines.cluster.pods import Pods, open_pods
 from pipelines.cluster.results import ResultsReader

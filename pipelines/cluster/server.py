@@ -21,7 +21,7 @@ from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 
 from lathe_base.errors import Code, StageError, UserError, printable
 from lathe_base.storage.network import authorities, proxy_for
-from lathe_launch.cluster.kubeconfig import load_kubeconfig
+from lathe_launch.cluster.api import load_kubeconfig
 from pipelines.cluster.kube_context import open_cluster
 
 VARIABLES = {

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from components.stages import step_names
+from components.step import step_names
 from lathe import backends
 from lathe.data.chats import chat_reader
 from lathe.data.rows import RowText, TextKey

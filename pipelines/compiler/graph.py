@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from components.plan import recipe_argument
-from components.stages import FUNCTION
+from components.step import FUNCTION
 from pipelines.compiler.compile import built
 
 INDENT = "  "

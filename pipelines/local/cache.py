@@ -18,7 +18,7 @@ from kfp import dsl
 from kfp.local.cache import LocalCache
 from pydantic import BaseModel
 
-from components.stages import FUNCTION, component
+from components.step import FUNCTION, component
 from lathe.backends.paddle_process import PYTHON_VARIABLE as PADDLE
 from lathe.data.run_inputs import content
 from lathe_base.config.recipe import load_recipe

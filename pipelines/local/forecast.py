@@ -1,6 +1,6 @@
 """Estimates the time that the default run takes, and how much of it is left after each stage."""
 
-from components.stages import component
+from components.step import component
 from lathe_base.progress import duration
 from pipelines.compiler.graph import steps
 

@@ -15,8 +15,8 @@ from components.export.component import export
 from components.images import PADDLE
 from components.inputs.component import inputs
 from components.join.component import join
+from components.plan import SHARED
 from components.prepare.component import prepare
-from components.settings import SHARED
 from components.tokenize.component import tokenize
 from components.tokenizer.component import tokenizer
 from pipelines.steps.finished import Finished, can_be_taken, shard_key

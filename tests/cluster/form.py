@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from lathe_base.errors import UserError
-from lathe_launch.cluster.access import require_account
+from lathe_launch.cluster.doctor import require_account
 from pipelines.cluster.server import KUBEFLOW, connect
 from pipelines.cluster.submit import EXPERIMENT
 from pipelines.cluster.upload import experiment_id, find

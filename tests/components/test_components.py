@@ -5,7 +5,7 @@ import ast
 import pytest
 
 from components.images import TRAIN
-from components.stages import FOLDER, NAMES, component
+from components.step import FOLDER, NAMES, component
 
 STAGES = [name for name in NAMES if name not in ("inputs", "notify")]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from components.stages import NAMES, component
+from components.step import NAMES, component
 from tests.support.pod_step import POD, RUN, SECONDS, PodStep, run_all
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components.artifacts import FIGURES, record
+from components.artifacts import FIGURES, record, run_usage
 from components.stage import stage
-from components.usage import run_usage
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import write_text
 from lathe_launch.usage import GPU_HOUR, Usage

@@ -12,8 +12,7 @@ from kfp import dsl
 from kfp.dsl.types import artifact_types
 
 from components import training
-from components.artifacts import STORE, local, output_address
-from components.pointer import POINTER, resolve_pointer
+from components.artifacts import POINTER, STORE, local, output_address, resolve_pointer
 from lathe_base.config.recipe import load_recipe
 from lathe_launch.cluster import trainjob
 from lathe_launch.usage import Usage

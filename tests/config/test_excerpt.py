@@ -2,9 +2,8 @@
 
 import pytest
 
-from components.plan import plan
-from components.settings import SETTINGS, SHARED
-from components.stages import NAMES
+from components.plan import SETTINGS, SHARED, plan
+from components.step import NAMES
 from lathe_base.config.recipe import excerpt_text, load_recipe, recipe_as_text, shipped_recipes
 from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import UndeclaredSetting

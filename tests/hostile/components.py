@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from components.stages import NAMES, component
+from components.step import NAMES, component
 from lathe_base.errors import Unavailable
 from tests.hostile import damage
 from tests.hostile.case import Case

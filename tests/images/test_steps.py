@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from components.stages import NAMES, component
+from components.step import NAMES, component
 from tests.support.pod_step import POD, RUN, SECONDS, PodStep, run_all
 from tests.support.podman import RESTRICTED
 

@@ -16,10 +16,9 @@ from torch.distributed import TCPStore
 
 from lathe_base.errors import Code, StageError
 from lathe_base.ports import free_port
-from lathe_launch.local import run
-from lathe_launch.node import Node, _join
+from lathe_launch.local import Node, _join, run
+from lathe_launch.parent import TERMINATION
 from lathe_launch.shape import Shape, WorkerFailed
-from lathe_launch.signals import TERMINATION
 from tests.support.errors import raises
 
 TWO = Shape(processes_per_node=2)
@@ -223,8 +222,8 @@ def test_more_than_one_sigterm_is_one_preemption(tmp_path: Path, nodes: int) -> 
 def test_a_node_says_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lathe_launch.node.SAY_SECONDS", 0.1)
-    monkeypatch.setattr("lathe_launch.node.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("lathe_launch.local.SAY_SECONDS", 0.1)
+    monkeypatch.setattr("lathe_launch.local.JOIN_POLL_SECONDS", 0.05)
     node = Node(Shape(3, 1), 0, "127.0.0.1", free_port())
     handlers = [signal.getsignal(number) for number in TERMINATION]
 
@@ -247,8 +246,8 @@ def test_a_node_says_whom_it_waits_for(
 
 
 def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lathe_launch.node.JOIN_SECONDS", 0.2)
-    monkeypatch.setattr("lathe_launch.node.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("lathe_launch.local.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("lathe_launch.local.JOIN_POLL_SECONDS", 0.05)
     with raises(Code.TIMEOUT, "node 1 of 2", "127.0.0.1:", kind=StageError):
         _join(Node(Shape(2, 1), 0, "127.0.0.1", free_port()))
 
@@ -256,7 +255,7 @@ def test_a_node_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 NODE = """
 from pathlib import Path
 from lathe_base.console import end_cleanly_on_sigterm
-from lathe_launch.node import main
+from lathe_launch.local import main
 end_cleanly_on_sigterm()
 main(Path("outcome"), 30, ["-c", "pass"])
 """

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lathe_base.errors import Code
-from lathe_launch.memory import cgroup_limits, machine_memory, require_processes
+from lathe_launch.usage import cgroup_limits, machine_memory, require_processes
 from tests.support.errors import raises
 
 

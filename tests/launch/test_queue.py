@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lathe_launch.cluster.api import connect
-from lathe_launch.cluster.queue import NONE, why_queued
+from lathe_launch.cluster.reasons import NO_WORKLOAD, why_queued
 from tests.support.fake_kubernetes import FakeKubernetes
 
 MESSAGE = "couldn't assign flavors to pod set node: insufficient unused quota for nvidia.com/gpu"
@@ -62,7 +62,7 @@ def test_the_words_of_the_workload(in_pod: FakeKubernetes, name: str) -> None:
 def test_a_queue_that_cannot_be_asked(in_pod: FakeKubernetes) -> None:
     cluster = replace(connect(), patience=1.0)
     assert why_queued(cluster, "TrainJob", "pretrain-1") == ""
-    none = NONE.format("trainer.kubeflow.org/trainjob")
+    none = NO_WORKLOAD.format("trainer.kubeflow.org/trainjob")
     assert why_queued(cluster, "TrainJob", "pretrain-1", waited=31) == none
     in_pod.denied.add(("list", "workloads"))
     asked = why_queued(cluster, "TrainJob", "pretrain-1")

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from lathe_base.errors import Code, StageError
-from lathe_launch.cluster import deployment as deployments
 from lathe_launch.cluster import rollout
-from lathe_launch.cluster.deployment import CAUSE, LOCK, RELEASE, Deployment
+from lathe_launch.cluster.rollout import CAUSE, LOCK, RELEASE, Deployment
 from tests.support.errors import raises
 from tests.support.fake_deployments import NAME, Deployments, Served, deployment, until
 from tests.support.fake_kubernetes import FakeKubernetes
@@ -33,9 +32,8 @@ def program(release: str) -> Served | None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKubernetes]:
-    monkeypatch.setattr(rollout, "POLL_SECONDS", 0.05)
     for name, seconds in (("POLL_SECONDS", 0.05), ("RENEW_SECONDS", 0.1), ("LOCK_SECONDS", 1.0)):
-        monkeypatch.setattr(deployments, name, seconds)
+        monkeypatch.setattr(rollout, name, seconds)
     with FakeKubernetes() as fake:
         monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig(tmp_path)))
         monkeypatch.delenv("POD_NAMESPACE", raising=False)
@@ -157,7 +155,7 @@ def test_the_lock_of_the_dead_is_taken_and_the_sleeper_learns_it(
         started = time.monotonic()
         waking = Deployment("lathe", NAME)
         with waking.locked():
-            assert time.monotonic() - started > deployments.LOCK_SECONDS
+            assert time.monotonic() - started > rollout.LOCK_SECONDS
             rollout.roll(sleeper, BETTER, GOOD, 5)
     assert served_release() == GOOD
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from kubernetes.client import ApiClient  # type: ignore[import-untyped]
 
-from lathe_launch.cluster.usage import pod_usage, step_usage
+from lathe_launch.cluster.status import pod_usage, step_usage
 from lathe_launch.usage import CPU_HOUR, GPU_HOUR, Usage, leave_usage, left_usage, measure
 from tests.support.fake_kubernetes import FakeKubernetes
 

@@ -14,7 +14,7 @@ from lathe.backends.paddle_process import find_python
 from lathe_base.config.recipe import load_recipe
 from lathe_base.ports import free_port
 from lathe_base.storage import exists, fetch, upload
-from lathe_launch.node import Node
+from lathe_launch.local import Node
 from lathe_launch.shape import Shape
 from tests.support.mirrored_run import SETTINGS, start, wait_for_exit, wait_for_steps
 from tests.support.stages import prune

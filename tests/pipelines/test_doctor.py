@@ -17,7 +17,7 @@ from components.machines import Pool
 from components.plan import plan
 from lathe_base.checks import Finding
 from lathe_base.storage import list_objects, write_text
-from lathe_launch.cluster.access import RIGHTS, pipeline_root
+from lathe_launch.cluster.doctor import RIGHTS, pipeline_root
 from pipelines.cluster import doctor_pod
 from pipelines.cluster.capacity import GIB, TRAINJOB, Need, _free, _refused
 from pipelines.cluster.doctor import app

@@ -10,7 +10,7 @@ from kfp.pipeline_spec import pipeline_spec_pb2
 from components.images import PADDLE, TRAIN
 from components.machines import Pool, gpu_cores
 from components.plan import plan
-from components.stages import NAMES, component
+from components.step import NAMES, component
 from pipelines.compiler.compile import FUNCTIONS, MACHINES
 from pipelines.steps.resources import Variant
 from tests.support.compiled import all_tasks, compiled, pods, tolerations

@@ -214,7 +214,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_resumes(tmp_path, recip
 
 
 @pytest.mark.parametrize(
-    "begun", ["pipelines.local.runner", "executor_main", "lathe_launch.node", "-m lathe pretrain"]
+    "begun", ["pipelines.local.runner", "executor_main", "lathe_launch.local", "-m lathe pretrain"]
 )
 @pytest.mark.slow
 def test_a_run_that_is_killed_while_a_process_starts_leaves_none(finished, begun):

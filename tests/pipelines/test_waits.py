@@ -15,7 +15,7 @@ from kfp_server_api import ApiException
 from kubernetes import client as kubernetes
 
 from lathe_base.errors import Code, StageError, UserError
-from lathe_launch.cluster import access, api, nodes
+from lathe_launch.cluster import api, doctor, nodes
 from lathe_launch.cluster.api import Cluster
 from pipelines.cluster import kube_context, registry, server
 from pipelines.cluster.pods import open_pods
@@ -45,7 +45,7 @@ REQUESTS = {
         kube_context.open_cluster("lathe"), "kfp-launcher"
     ),
     "list nodes": lambda url: nodes.gpu_memory("gpu"),
-    "look for JobSet": lambda url: access.check_jobset(kube_context.open_cluster("lathe")),
+    "look for JobSet": lambda url: doctor.check_jobset(kube_context.open_cluster("lathe")),
     "ask a registry": lambda url: registry.check_image(f"{url.removeprefix('http://')}/lathe:1"),
 }
 
@@ -55,7 +55,7 @@ def test_a_silent_server_ends_every_request(name, monkeypatch, tmp_path: Path) -
     for module, constant in (
         (server, "TIMEOUT"),
         (server, "SIGN_IN_TIMEOUT"),
-        (access, "TIMEOUT"),
+        (doctor, "TIMEOUT"),
         (nodes, "TIMEOUT"),
         (kube_context, "TIMEOUT"),
     ):

@@ -18,7 +18,6 @@ from lathe.release.rehearsal import Request, greedy
 from lathe.release.release import Releases, open_releases, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe
 from lathe_base.errors import StageError
-from lathe_launch.cluster import deployment as deployments
 from lathe_launch.cluster import rollout
 from lathe_serving.state import LOOPBACK
 from tests.support import warm
@@ -79,7 +78,7 @@ def cluster(
 ) -> Iterator[FakeKubernetes]:
     monkeypatch.setattr(rollout, "POLL_SECONDS", 0.1)
     for name, seconds in QUICK.items():
-        monkeypatch.setattr(deployments, name, seconds)
+        monkeypatch.setattr(rollout, name, seconds)
     with FakeKubernetes() as fake:
         monkeypatch.setenv("KUBECONFIG", str(fake.kubeconfig(tmp_path)))
         monkeypatch.delenv("POD_NAMESPACE", raising=False)
@@ -166,12 +165,12 @@ def test_killed_in_the_rollout_and_run_again(
 ) -> None:
     command = [*warm.python(), "-c", KILLED, recipe.model_dump_json(), str(deployed)]
     assert subprocess.run(command, env=os.environ, check=False).returncode == -signal.SIGKILL
-    assert deployments.LOCK in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
+    assert rollout.LOCK in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
     assert live(releases) is None
     made = publish_release(recipe, deployed)
     assert live(releases) == made.release
     assert [pod.release for pod in controller.ready] == [made.address]
-    assert deployments.LOCK not in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
+    assert rollout.LOCK not in cluster.get("deployments.apps", NAME)["metadata"]["annotations"]
 
 
 @pytest.mark.slow

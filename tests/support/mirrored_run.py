@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lathe_base.storage import exists, upload
-from lathe_launch.node import Node
+from lathe_launch.local import Node
 from tests.support import warm
 from tests.support.small_run import SMALL, run
 

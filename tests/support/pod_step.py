@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from components.plan import plan
-from components.settings import SHARED
-from components.stages import NAMES, component
+from components.plan import SHARED, plan
+from components.step import NAMES, component
 from tests.support.chats import write_conversations, write_model
 from tests.support.micro_run import write_corpus, write_recipe
 from tests.support.tokenizers import byte_tokenizer

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lathe_base.ports import free_port
 from lathe_base.storage import exists, fetch
-from lathe_launch.node import Node
+from lathe_launch.local import Node
 from lathe_launch.shape import Shape
 from tests.support import warm
 from tests.support.mirrored_run import (

@@ -1,5 +1,9 @@
-"""What a pod has used, as its status says: how long it waited and ran, with which GPUs."""
+"""What Kubernetes says about the steps of a run: what a pod has used (how long it waited and ran,
+with which GPUs), and the final state of a task."""
 
+import base64
+import gzip
+import json
 import logging
 import os
 from dataclasses import replace
@@ -12,9 +16,13 @@ from lathe_launch.usage import Usage, left_usage, measure
 
 log = logging.getLogger("lathe")
 
-PATIENCE_SECONDS = 10.0
+USAGE_SECONDS, STATE_SECONDS = 10.0, 30.0
+"""Seconds to retry before a step ends without its usage, or a notice without the run's result."""
 STEP = "main"
 """Argo's name of a step's container."""
+PIPELINES = {"COMPLETE": "succeeded", "FAILED": "failed", "CANCELED": "cancelled"}
+ARGO = {"Succeeded": "succeeded", "Failed": "failed", "Error": "failed"}
+UNKNOWN = "ended"
 
 
 def pod_usage(
@@ -57,9 +65,35 @@ def step_usage() -> Usage:
     name = os.environ.get("POD_NAME")
     if name and "KUBERNETES_SERVICE_HOST" in os.environ:
         try:
-            pod = replace(connect(), patience=PATIENCE_SECONDS).pod(name)
+            pod = replace(connect(), patience=USAGE_SECONDS).pod(name)
         except (UserError, StageError, OSError) as error:
             log.warning("neither hours nor waiting time of this step are recorded: %s", error)
         else:
             used += pod_usage(pod, STEP) if pod else Usage()
     return used
+
+
+def final_state(state: str, workflow: str, task: str) -> str:
+    """`succeeded`, `failed` or `cancelled`; `ended` if it cannot be determined.
+
+    Pipelines reports a task that has lost a pod as RUNNING forever, even if another attempt has
+    succeeded; the state then comes from Argo, which starts the attempts.
+
+    Args:
+        state: the task's state according to Pipelines.
+        workflow, task: names of Argo's workflow and of the task in it.
+    """
+    if state in PIPELINES:
+        return PIPELINES[state]
+    try:
+        resource = replace(connect(), patience=STATE_SECONDS).workflow(workflow) or {}
+    except (UserError, StageError) as error:
+        log.warning("cannot determine the run's result: %s", error)
+        return UNKNOWN
+    status = resource.get("status", {})
+    nodes = status.get("nodes") or {}
+    if compressed := status.get("compressedNodes"):
+        # Argo compresses the nodes of large workflows, which exceed etcd's limit.
+        nodes = json.loads(gzip.decompress(base64.b64decode(compressed)))
+    phases = [node.get("phase") for node in nodes.values() if node.get("displayName") == task]
+    return next((ARGO[phase] for phase in phases if phase in ARGO), UNKNOWN)
