@@ -277,9 +277,9 @@ FAULTS = {
         "pipelines/test_resources.py pipelines/test_placement.py pipelines/test_submit.py",
     ),
     "local pipelines": Fault(
-        "pipelines/local/cache.py",
-        "reason = _damage(entry) if entry.exists() else",
-        "reason = None if entry.exists() else",
+        "pipelines/local/runner.py",
+        "if damage := _damage(entry):",
+        'if damage := "":',
         "a step is not repeated although its output was altered",
         "pipelines/test_cache.py",
     ),

@@ -6,6 +6,7 @@ pipeline runs with and without GPUs, and on one node or several.
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,12 @@ class Pool:
     memory: str = ""
     node_pool: str = "gpu"
     queue: str = ""
+
+    @staticmethod
+    def from_arguments(arguments: Mapping[str, Any]) -> "Pool":
+        """The machines among the arguments of a run."""
+        names = Pool.__dataclass_fields__.keys() & arguments.keys()
+        return Pool(**{name: arguments[name] for name in names})
 
     @property
     def overrides(self) -> list[str]:

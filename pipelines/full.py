@@ -6,8 +6,7 @@ from components.finetune.component import finetune
 from components.pretrain.component import pretrain
 from components.prune.component import prune
 from components.report.component import report
-from pipelines.steps.groups import quantization, rehearse_and_release
-from pipelines.steps.steps import Steps, imported
+from pipelines.steps.steps import Steps, imported, quantization, rehearse_and_release
 
 
 def full(

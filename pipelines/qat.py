@@ -4,8 +4,7 @@ from kfp import dsl
 
 from components.finetune.component import finetune
 from components.report.component import report
-from pipelines.steps.groups import quantization, rehearse_and_release
-from pipelines.steps.steps import Steps, imported
+from pipelines.steps.steps import Steps, imported, quantization, rehearse_and_release
 
 
 def qat(

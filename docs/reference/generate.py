@@ -42,8 +42,7 @@ from lathe_base.errors import (
     UserError,
 )
 from lathe_base.parameters import ALIASES, FIELDS, Params
-from pipelines.compiler.compile import FUNCTIONS, built, takes_chats
-from pipelines.compiler.graph import mermaid
+from pipelines.compiler.compile import FUNCTIONS, built, mermaid, takes_chats
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- begin: written by `make reference` -->", "<!-- end -->"

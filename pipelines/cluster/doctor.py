@@ -2,58 +2,99 @@
 
     python -m pipelines.cluster.doctor full --gpus 1
 
-The pod is always deleted. The exit status is 1 if a check fails.
+The pod has the identity, labels, secrets and network of a pipeline's step, and is always deleted.
+The exit status is 1 if a check fails.
 """
 
 import functools
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
 import typer
 from kfp.dsl.graph_component import GraphComponent
+from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
-from components.machines import Pool
+from components.machines import Pool, requests, trainjob_overrides
+from components.plan import run_sizes
 from lathe.backends import paddle_backend
 from lathe_base.checks import Check, Finding, State, findings_table, run_checks
+from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LaunchSettings, Placements
-from lathe_base.errors import Code, UserError
+from lathe_base.config.settings.placement import USER
+from lathe_base.errors import Code, StageError, UserError
+from lathe_base.provenance.keys import MOUNTED
 from lathe_base.storage import exists
-from lathe_launch.cluster.api import Cluster
+from lathe_launch.cluster.api import LABELS, Cluster
 from lathe_launch.cluster.doctor import pipeline_root, require_account
-from lathe_launch.cluster.nodes import LABELS
+from lathe_launch.cluster.logs import LogFollower
+from lathe_launch.cluster.nodes import LABELS as SHOW_LABELS
+from lathe_launch.cluster.placement import place
+from lathe_launch.cluster.reasons import CONFIGURATION, IMAGE_PULL, unschedulable
 from lathe_serving.environment import VULNERABLE, find_environment
 from pipelines.cluster.capacity import capacity_checks, resource_needs
-from pipelines.cluster.doctor_pod import NoRoom, run_pod, step_pod
 from pipelines.cluster.follow import UI_ACCOUNT
-from pipelines.cluster.kube_context import config_map, open_cluster
+from pipelines.cluster.pods import CONTAINER, STAGE
 from pipelines.cluster.schedule import stale_schedules
-from pipelines.cluster.server import HELP, KUBEFLOW, connect, token_expiry
-from pipelines.cluster.submit import Root
-from pipelines.commands.arguments import takes_arguments
-from pipelines.commands.errors import error_messages
-from pipelines.commands.inputs import STORE_SECONDS, within
-from pipelines.commands.summary import wide_console
-from pipelines.commands.variants import (
+from pipelines.cluster.server import (
+    HELP,
+    KUBEFLOW,
+    config_map,
+    connect,
+    open_cluster,
+    token_expiry,
+)
+from pipelines.cluster.submit import (
+    Root,
     choose_variant,
-    launch_settings,
-    run_pool,
     takes_machines,
     with_machines,
     with_store,
 )
+from pipelines.commands.arguments import (
+    error_messages,
+    recipe_names,
+    takes_arguments,
+    wide_console,
+)
+from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.compiler.compile import build, step_images
+from pipelines.steps.resources import (
+    CONFIG_MAP,
+    KEYS,
+    POD_FIELDS,
+    SECRET,
+    SERVICE_ACCOUNT,
+    SIGNING,
+    STORE,
+)
 
 PROGRAM = ["python", "-m", "lathe_launch.cluster.doctor"]
 METADATA = "metadata-grpc-configmap"
 FRESH_MINUTES = 15  # the shortest life of a token that a submission and its checks need
 COLUMNS = 120
+DOCTOR = "lathe-doctor"
+# The network policies know a step by Argo's label.
+STEP_LABELS = LABELS | {STAGE: "doctor", "workflows.argoproj.io/workflow": DOCTOR}
+POD_SECONDS = 900
+"""Seconds after which the pod ends by itself, if it could not be deleted."""
+SCHEDULING_SECONDS, STARTING_SECONDS, POLL_SECONDS = 30.0, 600.0, 0.5
+LOG_SECONDS = 10.0
+OLD_IMAGE = "if the image is older than this checkout: make images, make push"
 
 FROM_HERE = "`make runs` and `make resume` need it: docs/how-to/cluster-runs.md#results"
 Inside = Annotated[str, typer.Option(help="Address of Pipelines' API within the cluster.")]
+
+
+class NoRoom(StageError):
+    """No node has room for the pod; the message is the scheduler's."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +149,7 @@ class Doctor:
         except NoRoom as error:
             what = f"a node with {self.pool.gpus} GPUs" if self.pool.gpus else "a node"
             state: State = "warning" if self.pool.gpus else "broken"
-            hint = f"{LABELS}: add nodes, change Launch's placement, or request less (GPUS=)"
+            hint = f"{SHOW_LABELS}: add nodes, change Launch's placement, or request less (GPUS=)"
             yield Finding(what, state, str(error), hint, error.code)
             if self.pool.gpus:
                 yield from self._inside(gpus=0)
@@ -153,6 +194,190 @@ def _triton() -> str:
     return version
 
 
+def step_pod(
+    images: Sequence[str],
+    command: list[str],
+    pool: Pool | None,
+    placement: Placements = Placements(),  # noqa: B008
+) -> dict[str, Any]:
+    """The pod to create.
+
+    Args:
+        images: images of the pipeline's steps; `command` runs in the first, and the others are only
+            pulled.
+        pool: the pool whose GPUs the pod requests; None for no GPUs.
+        placement: the recipe's placement of all pods.
+    """
+    gpus = {placement.gpu_resource: str(pool.gpus)} if pool else {}
+    fields: dict[str, dict[str, Any]] = {
+        name: {"fieldRef": {"fieldPath": path}} for name, path in POD_FIELDS.items()
+    }
+    for key, name in KEYS.items():
+        fields[name] = {"secretKeyRef": {"name": SECRET, "key": key, "optional": True}}
+    for key, name in STORE.items():
+        fields[name] = {"configMapKeyRef": {"name": CONFIG_MAP, "key": key}}
+    main: dict[str, Any] = {
+        "name": CONTAINER,
+        "command": command,
+        "env": [{"name": name, "valueFrom": source} for name, source in fields.items()],
+        "volumeMounts": [{"name": "signing-key", "mountPath": str(MOUNTED), "readOnly": True}],
+    }
+    rest: list[dict[str, Any]] = [
+        {"name": f"image-{i}", "command": ["true"]} for i in range(1, len(images))
+    ]
+    # Little CPU and memory, the GPUs for the first, and the settings that the pod-security level
+    # `restricted` requires.
+    containers = [main, *rest]
+    for container, image in zip(containers, images, strict=True):
+        granted = gpus if container is main else {}
+        container |= {
+            "image": image,
+            "resources": {
+                "requests": {"cpu": "100m", "memory": "512Mi", **granted},
+                "limits": granted,
+            },
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            },
+        }
+    spec: dict[str, Any] = {
+        "serviceAccountName": placement.service_account or SERVICE_ACCOUNT,
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": POD_SECONDS,
+        "terminationGracePeriodSeconds": 5,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": containers,
+        "volumes": [{"name": "signing-key", "secret": {"secretName": SIGNING, "optional": True}}],
+    }
+    if placement.priority_class:
+        spec["priorityClassName"] = placement.priority_class
+    metadata: dict[str, Any] = {
+        "name": f"{DOCTOR}-{uuid.uuid4().hex[:8]}",
+        "labels": STEP_LABELS,
+        "annotations": {"sidecar.istio.io/inject": "false"},
+    }
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    place(pod, placement, pool.node_pool if pool else None, bool(pool))
+    return pod
+
+
+def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
+    """Run the pod, yield its program's findings, and always delete it.
+
+    Raises:
+        NoRoom: the pod could not be scheduled.
+        UserError, StageError: it could not be created, or has not started.
+    """
+    with _pod(cluster, body) as name:
+        images = [container["image"] for container in body["spec"]["containers"]]
+        if trouble := _wait_for_start(cluster, name):
+            yield trouble
+            return
+        yield from (Finding(f"image {image}", "ok", "pulled") for image in images)
+        lines: list[str] = []
+        log = LogFollower(cluster, name, CONTAINER, lines.append)
+        log.start()
+        code = _wait_for_end(cluster, name)
+        log.finish(LOG_SECONDS)
+        findings = [finding for line in lines if (finding := Finding.of_line(line))]
+        yield from findings
+        if code or not findings:
+            said = "\n".join(list(log.tail)[-3:]) or "its log cannot be read"
+            yield Finding("the doctor's pod", "broken", f"exit code {code}: {said}", OLD_IMAGE)
+
+
+@contextmanager
+def _pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[str]:
+    """Create the pod; leaving the block deletes it, undisturbed by further signals."""
+    core, name = kubernetes.CoreV1Api(cluster.api), body["metadata"]["name"]
+    try:
+        cluster.ask(core.create_namespaced_pod, cluster.namespace, body)
+        yield name
+    finally:
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+        try:
+            cluster.ask(core.delete_namespaced_pod, name, cluster.namespace, unless=404)
+        except (UserError, StageError) as error:
+            print(
+                f"pod {name} was not deleted, and ends after {POD_SECONDS} s: {error}\n"
+                f"  kubectl -n {cluster.namespace} delete pod {name}",
+                file=sys.stderr,
+            )
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
+    """Wait until every container has started; returns the finding if one cannot start."""
+    began = time.monotonic()
+    while True:
+        pod = _read(cluster, name)
+        waited = time.monotonic() - began
+        statuses = pod.status.container_statuses or []
+        waiting = [s for s in statuses if s.state and s.state.waiting]
+        if pod.status.phase != "Pending" and not waiting:
+            return None
+        message = unschedulable(pod)
+        if message and waited > SCHEDULING_SECONDS:
+            raise NoRoom(message, Code.NO_ROOM)
+        for status in waiting:
+            reason, said = status.state.waiting.reason, status.state.waiting.message
+            if reason in IMAGE_PULL:
+                hint = "make push, or a registry's credentials: imagePullSecrets of the account"
+                what = f"image {status.image}"
+                return Finding(what, "broken", f"{reason}: {said}", hint, Code.NOT_FOUND)
+            if reason in CONFIGURATION:
+                hint = "create what is missing: docs/how-to/cluster-install.md#secrets"
+                what = "secrets and settings"
+                return Finding(what, "broken", f"{reason}: {said}", hint, Code.NOT_FOUND)
+        if waited > STARTING_SECONDS:
+            said = "; ".join(cluster.warnings(name)[-2:]) or "no events explain why"
+            raise StageError(
+                f"pod {name} has not started after {STARTING_SECONDS:.0f} s: {said}", Code.TIMEOUT
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _wait_for_end(cluster: Cluster, name: str) -> int:
+    """The exit code of the program."""
+    while True:
+        pod = _read(cluster, name)
+        for status in pod.status.container_statuses or []:
+            if status.name == CONTAINER and status.state.terminated:
+                return int(status.state.terminated.exit_code)
+        if pod.status.phase in ("Succeeded", "Failed"):
+            raise StageError(f"pod {name}: {pod.status.reason}: {pod.status.message}", Code.FAILED)
+        time.sleep(POLL_SECONDS)
+
+
+def _read(cluster: Cluster, name: str) -> Any:
+    pod = cluster.pod(name)
+    if pod is None:
+        raise StageError(f"pod {name} was deleted by another process", Code.NOT_RUNNING)
+    return pod
+
+
+def launch_settings(name: str, arguments: dict[str, Any]) -> tuple[LaunchSettings, dict[str, Any]]:
+    """The group Launch of a run's first recipe, as for its TrainJobs, and what its pods request:
+    the same that the run's first step finds."""
+    recipe = next(iter(recipe_names(name, arguments).values()))
+    overrides = [*Pool.from_arguments(arguments).overrides, *arguments["overrides"]]
+    settings = load_recipe(recipe, overrides)
+    sizes = None
+    with suppress(UserError):  # the model's store does not answer in time
+        model = arguments.get("model", "")
+        sizes = within(STORE_SECONDS, model, run_sizes, settings, model)
+    more = trainjob_overrides(settings.Launch, sizes)
+    return load_recipe(recipe, [*overrides, *more]).Launch, requests(settings.Launch, sizes)
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -176,7 +401,7 @@ def main(
     with error_messages():
         arguments, root = with_store(arguments, root)
         arguments = with_machines(pipeline, arguments)
-        variant, pool = choose_variant(pipeline, arguments), run_pool(arguments)
+        variant, pool = choose_variant(pipeline, arguments), Pool.from_arguments(arguments)
         launch, requests = launch_settings(pipeline, arguments)
         if variant.engine == "paddle" and launch.runtime is None:
             launch = launch.model_copy(update={"runtime": paddle_backend.TRAINJOB_RUNTIME})

@@ -27,8 +27,7 @@ from lathe_launch.cluster.reasons import OOM
 from pipelines.cluster.pods import Pods, Step, open_pods
 from pipelines.cluster.results import ResultsReader, results_from_logs
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
-from pipelines.commands.errors import error_messages, fail
-from pipelines.commands.summary import wide_console
+from pipelines.commands.arguments import error_messages, fail, wide_console
 from pipelines.compiler.compile import STEPS
 from pipelines.local.log import StageLog
 from pipelines.steps.resources import SERVICE_ACCOUNT

@@ -20,7 +20,7 @@ from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.reasons import OOM, QUEUE, why_queued
 from lathe_launch.cluster.status import pod_usage
 from lathe_launch.usage import Usage
-from pipelines.cluster import kube_context
+from pipelines.cluster.server import KUBE_TIMEOUT, open_cluster
 from pipelines.local.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
@@ -217,12 +217,12 @@ def usage_by_run(cluster: Cluster) -> dict[str, dict[str, Usage]]:
 def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or the reason why they cannot be read."""
     try:
-        cluster = kube_context.open_cluster(namespace)
+        cluster = open_cluster(namespace)
         kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
             cluster.namespace,
             label_selector=f"{RUN}={run_id}",
             limit=1,
-            _request_timeout=kube_context.TIMEOUT,
+            _request_timeout=KUBE_TIMEOUT,
         )
     except StageError as error:
         return str(error)

@@ -39,9 +39,7 @@ from pipelines.commands.inputs import (
     check_steps,
     within,
 )
-from pipelines.commands.variants import run_pool
-from pipelines.compiler.compile import FUNCTIONS, step_images
-from pipelines.compiler.graph import steps
+from pipelines.compiler.compile import FUNCTIONS, placed_steps, step_images
 
 FLAVOUR = "lathe.flavour"
 """The image label with its flavour, cpu or cuda."""
@@ -100,7 +98,7 @@ class Preflight:
 
     def recipe(self, key: str, recipe: str) -> Iterator[Check]:
         """Settings, backend support, and layout on the pool of one of the pipeline's recipes."""
-        arguments, pool = self.arguments, run_pool(self.arguments)
+        arguments, pool = self.arguments, Pool.from_arguments(self.arguments)
         has_chats = bool(arguments.get("chat"))
         settings = cache(lambda: load_recipe(recipe, arguments["overrides"]))
 
@@ -121,7 +119,7 @@ class Preflight:
                     yield check(what, partial(self._check_source, what, source))
             yield check(TASKS, lambda: self._check_tasks(settings()))
             yield check("keys", lambda: _check_keys(recipe, settings()))
-        stages = {step.stage for step in steps(self.name, has_chats) if step.recipe == key}
+        stages = {step.stage for step in placed_steps(self.name, has_chats) if step.recipe == key}
         for verb in sorted({"compress"} if (self.name, key) == SEARCHED else stages):
             yield check(verb, partial(_check_support, recipe, verb, settings, pool))
         if pool.gpus and any(component(stage).step.machine == "training" for stage in stages):
@@ -137,7 +135,7 @@ class Preflight:
 
     def nodes(self) -> Iterator[Check]:
         """Whether the pool has the machines."""
-        pool = run_pool(self.arguments)
+        pool = Pool.from_arguments(self.arguments)
         if pool.gpus:
             yield Check(f"node pool {pool.node_pool}", partial(self._check_nodes, pool))
 

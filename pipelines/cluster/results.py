@@ -10,9 +10,8 @@ from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import uri_scheme
 from lathe_launch.cluster.doctor import PIPELINES_ROOT
 from lathe_launch.usage import PREFIX
-from pipelines.cluster.kube_context import config_map, open_cluster
 from pipelines.cluster.pods import Pods
-from pipelines.cluster.server import Client
+from pipelines.cluster.server import Client, config_map, open_cluster
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.compiler.compile import FUNCTIONS
 

@@ -21,10 +21,11 @@ from pipelines.cluster.pods import Pods, open_pods
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.cluster.submit import Followed, prepare, start
-from pipelines.commands.errors import error_messages
+from pipelines.commands.arguments import error_messages
 from pipelines.commands.inputs import STORE_SECONDS, within
 from pipelines.compiler.compile import FUNCTIONS, built
-from pipelines.steps.finished import Outputs, finished_steps
+from pipelines.steps.resources import Outputs
+from pipelines.steps.steps import finished_steps
 
 NOT_REUSED = ("gate", "report", "release")
 """Steps that every run repeats."""

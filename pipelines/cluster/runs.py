@@ -33,15 +33,21 @@ from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import atomic_file, claim_output_file
 from lathe_launch.usage import Usage
 from pipelines.cluster.follow import list_steps
-from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.pods import usage_by_run
 from pipelines.cluster.results import ResultsReader
-from pipelines.cluster.server import HELP, Client, answers, connect, is_configured, pages, run_state
-from pipelines.cluster.submit import EXPERIMENT
-from pipelines.cluster.upload import find
-from pipelines.commands.errors import error_messages
+from pipelines.cluster.server import (
+    HELP,
+    Client,
+    answers,
+    connect,
+    is_configured,
+    open_cluster,
+    pages,
+    run_state,
+)
+from pipelines.cluster.submit import EXPERIMENT, find
+from pipelines.commands.arguments import error_messages, wide_console
 from pipelines.commands.inputs import RUN_LOG
-from pipelines.commands.summary import wide_console
 from pipelines.local.run import RUNS
 
 REPORTS = Path("build/reports")

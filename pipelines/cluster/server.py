@@ -1,4 +1,5 @@
-"""Connects to the Kubeflow Pipelines server configured in the environment."""
+"""Connects to the Kubeflow Pipelines server configured in the environment, and to the Kubernetes
+API with the user's kube context."""
 
 import base64
 import json
@@ -17,12 +18,12 @@ import kfp
 import kfp_server_api
 import urllib3
 from kfp.client.token_credentials_base import TokenCredentialsBase
+from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.config import ConfigException  # type: ignore[import-untyped]
 
 from lathe_base.errors import Code, StageError, UserError, printable
 from lathe_base.storage.network import authorities, proxy_for
-from lathe_launch.cluster.api import load_kubeconfig
-from pipelines.cluster.kube_context import open_cluster
+from lathe_launch.cluster.api import Cluster, load_kubeconfig
 
 VARIABLES = {
     "LATHE_KFP_ENDPOINT": "address of the UI or the API server (also: KFP_ENDPOINT); default: the "
@@ -45,8 +46,19 @@ TO_UI = "kubectl -n kubeflow port-forward svc/ml-pipeline-ui 8080:80"
 TIMEOUT = (5, 30)
 """Seconds to connect, and between two bytes of an answer; the generated client ignores floats."""
 SIGN_IN_TIMEOUT = (5, 10)
+KUBE_TIMEOUT = (10, 10)
+KUBE_PATIENCE_SECONDS = 30.0
+KUBE_ROLE = "lathe-submit"
 POD_TOKEN = Path("/var/run/secrets/kubeflow/pipelines/token")
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+CREDENTIALS = ("LATHE_KFP_TOKEN_FILE", "LATHE_KFP_COOKIES")
+REFUSALS = {
+    401: "the server rejects these credentials",
+    403: "permission denied",
+}
+REFUSAL_FIELDS = ("Namespace", "Verb", "Resource")
+"""Fields of the request in Pipelines' own message of a 403."""
+EQUALS = 1  # the number of a filter's operation
 SIGN_IN = "check LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES: `--help` lists the ways to sign in"
 
 
@@ -88,6 +100,7 @@ class Client(kfp.Client):
         """KFP's connection settings, plus what it does not support: proxies and certificate
         authorities from the environment and the kubeconfig file."""
         settings = super()._load_config(*arguments)
+        # A read is repeated once only: an answer that never comes must not take minutes.
         settings.retries = urllib3.Retry(3, read=1)
         if not endpoint() and not IN_CLUSTER.is_file():
             load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
@@ -155,6 +168,12 @@ def pages(request: Callable[..., Any], field: str, **options: Any) -> Iterator[A
                 Code.SERVER_ERROR,
             )
         seen.add(token)
+
+
+def find(listing: Callable[..., Any], field: str, name: str, **options: Any) -> list[Any]:
+    """All objects with a display name from a listing request of the API."""
+    predicate = {"operation": EQUALS, "key": "display_name", "stringValue": name}
+    return list(pages(listing, field, filter=json.dumps({"predicates": [predicate]}), **options))
 
 
 def run_state(run: Any) -> str:
@@ -297,13 +316,6 @@ def _asked() -> str:
     return endpoint() or "Kubeflow Pipelines through the kube context"
 
 
-CREDENTIALS = ("LATHE_KFP_TOKEN_FILE", "LATHE_KFP_COOKIES")
-REFUSALS = {
-    401: "the server rejects these credentials",
-    403: "permission denied",
-}
-
-
 def _cure(error: kfp_server_api.ApiException) -> str:
     """What helps against a 401 or 403: it depends on who answers, and to whom."""
     message = _message(error)
@@ -321,17 +333,15 @@ def _cure(error: kfp_server_api.ApiException) -> str:
             "the service mesh admits signed-in users only: set LATHE_KFP_ENDPOINT to the gateway, "
             "and LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES"
         )
-    names = {key: (re.search(rf"\b{key}:([\w.-]+)", message) or [""] * 2)[1] for key in FIELDS}
+    names = {
+        key: (re.search(rf"\b{key}:([\w.-]+)", message) or [""] * 2)[1] for key in REFUSAL_FIELDS
+    }
     namespace = names["Namespace"] or os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW
     what = f"{names['Verb'] or 'use'} {names['Resource'] or 'Pipelines'}"
     return (
         f"sign in as a user who may {what} in namespace {namespace}, or bind the Role lathe-submit "
         "of manifests/base/access to this one"
     )
-
-
-FIELDS = ("Namespace", "Verb", "Resource")
-"""Fields of the request in Pipelines' own message of a 403."""
 
 
 def _message(error: kfp_server_api.ApiException) -> str:
@@ -343,3 +353,32 @@ def _message(error: kfp_server_api.ApiException) -> str:
     except (TypeError, ValueError, AttributeError):
         text = "" if "<" in (body or "") else body
     return printable(" ".join(str(text or error.reason).split()), 600)
+
+
+def open_cluster(namespace: str) -> Cluster:
+    """The cluster of LATHE_KFP_CONTEXT, or of the current kube context.
+
+    Raises:
+        StageError: there is no kube context.
+    """
+    settings = kubernetes.Configuration()
+    settings.retries = False  # our own retries log it
+    try:
+        load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
+    except ConfigException as error:
+        raise StageError(f"no kube context: {error}", Code.UNAUTHORIZED) from None
+    return Cluster(
+        kubernetes.ApiClient(settings), namespace, KUBE_ROLE, patience=KUBE_PATIENCE_SECONDS
+    )
+
+
+def config_map(cluster: Cluster, name: str) -> dict[str, str]:
+    """The data of a ConfigMap; empty if it does not exist or cannot be read."""
+    core: Any = kubernetes.CoreV1Api(cluster.api)
+    try:
+        config = core.read_namespaced_config_map(
+            name, cluster.namespace, _request_timeout=KUBE_TIMEOUT
+        )
+    except (kubernetes.ApiException, urllib3.exceptions.HTTPError):
+        return {}
+    return dict(config.data or {})

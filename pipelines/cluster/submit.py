@@ -5,7 +5,10 @@
 The environment configures the server: see --help.
 """
 
-from collections.abc import Mapping
+import functools
+import inspect
+import subprocess
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,29 +22,35 @@ import typer
 from kfp import compiler
 from kfp.dsl.graph_component import GraphComponent
 
+from components.machines import Pool
 from lathe_base.checks import require
-from lathe_base.config.recipe import recipe_text
+from lathe_base.config.recipe import load_recipe, recipe_text
+from lathe_base.config.settings import Placements
 from lathe_base.errors import UserError
+from lathe_base.storage import digest, sha256, uri_scheme
 from lathe_base.storage.s3 import SCHEMES
 from pipelines.cluster.follow import Logs, follow_to_end
 from pipelines.cluster.preflight import Preflight, image_checks
 from pipelines.cluster.results import ResultsReader
-from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers
-from pipelines.cluster.upload import experiment_id, upload, version_name
-from pipelines.commands.arguments import recipe_names, takes_arguments
-from pipelines.commands.errors import error_messages
-from pipelines.commands.variants import (
-    choose_variant,
-    run_pool,
-    takes_machines,
-    with_machines,
-    with_store,
+from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers, find
+from pipelines.commands.arguments import error_messages, recipe_names, takes_arguments
+from pipelines.compiler.compile import (
+    FUNCTIONS,
+    MACHINES,
+    REPOSITORY,
+    build,
+    code_digest,
+    with_own_digest,
 )
-from pipelines.compiler.code import code_digest
-from pipelines.compiler.compile import FUNCTIONS, build, with_own_digest
-from pipelines.steps.finished import Outputs
-from pipelines.steps.resources import SERVICE_ACCOUNT, Variant
+from pipelines.steps.resources import SERVICE_ACCOUNT, Outputs, Variant
 
+SHORT = 8  # characters of a digest in a name
+LAUNCH = {
+    **{"gpus": "gpus_per_node", "nodes": "nodes", "cpus": "cpus_per_node"},
+    **{"memory": "memory_per_node", "node_pool": "node_pool", "queue": "queue"},
+    "notify": "notify",
+}
+"""Parameter of a run -> key of the recipe's group Launch with its value."""
 EXPERIMENT = "lathe"
 
 Root = Annotated[
@@ -66,6 +75,86 @@ Tried = Annotated[
 Followed = Annotated[
     bool, typer.Option("--follow", help="Wait for the run, and exit with its status.")
 ]
+
+
+def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each of `MACHINES` to a command `function(pipeline, arguments, **own)`,
+    which gets those that were given among the arguments."""
+
+    @functools.wraps(function)
+    def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
+        given = {key: options.pop(key) for key in MACHINES}
+        given = {key: value for key, value in given.items() if value is not None}
+        function(pipeline, arguments | given, **options)
+
+    def parameter(name: str) -> inspect.Parameter:
+        default, help = MACHINES[name]
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[type(default) | None, typer.Option(help=help)],
+        )
+
+    first, second, *extra = inspect.signature(function).parameters.values()
+    extra = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in extra]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [first, second, *map(parameter, MACHINES), *extra]
+    )
+    return command
+
+
+def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], str]:
+    """Turn a pipeline root on a volume into the setting Launch.store; returns the arguments and
+    Pipelines' root.
+
+    Pipelines' launcher and driver (2.17) support only S3 and Google Cloud Storage.
+    """
+    if uri_scheme(root) != "file":
+        return arguments, root
+    return arguments | {"overrides": [*arguments["overrides"], f"Launch.store={root}"]}, ""
+
+
+def with_machines(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a run with its machines among them: those that were given, else those of
+    the group Launch of the pipeline's first recipe, else the pipeline's defaults.
+
+    Overrides of these settings become arguments, so that a clone of the run can change them.
+
+    Raises:
+        UserError: that recipe is invalid.
+    """
+    first = next(iter(recipe_names(name, arguments).values()))
+    launch = load_recipe(first, arguments["overrides"]).Launch
+    values = {key: getattr(launch, field) for key, field in LAUNCH.items()
+              if field in launch.model_fields_set}  # fmt: skip
+    known = tuple(f"Launch.{field}=" for field in LAUNCH.values())
+    overrides = [o for o in arguments["overrides"] if not o.startswith(known)]
+    found = {key: value for key, value in values.items() if value is not None}
+    return found | arguments | {"overrides": overrides}
+
+
+def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
+    """What the pipeline of a run is compiled with, by its recipes.
+
+    Raises:
+        UserError: the first of them is invalid.
+    """
+    names = list(recipe_names(name, arguments).values())
+    launch = load_recipe(names[0], arguments["overrides"]).Launch
+    # Only the settings that were given: the others are those of the cluster.
+    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
+    engines = set()
+    for recipe in names:
+        with suppress(UserError):  # reported by the check of the recipes
+            engines.add(load_recipe(recipe, arguments["overrides"]).Compress.engine)
+    return Variant(
+        placement=Placements.model_validate(given),
+        engine="paddle" if "paddle" in engines else Variant.engine,
+        shared_memory=launch.shared_memory,
+        shards=launch.shards,
+        has_chats=bool(arguments.get("chat")),
+    )
 
 
 @dataclass(frozen=True)
@@ -126,9 +215,10 @@ def prepare(
     checks = preflight.checks()
     if name in FUNCTIONS:
         pipeline = build(name, variant)
-        checks = chain(checks, image_checks(pipeline, run_pool(arguments)))
+        checks = chain(checks, image_checks(pipeline, Pool.from_arguments(arguments)))
     doctor = "`make doctor` checks from within the cluster what cannot be checked from here"
     require(checks, elsewhere=doctor)
+    # Nothing is uploaded before all checks have passed.
     client = preflight.client
     with TemporaryDirectory() as folder:
         compiled = Path(folder) / f"{name}.yaml"
@@ -168,6 +258,89 @@ def _importable(client: Client, model: str, root: str) -> str:
         if {ours.scheme, theirs.scheme} <= set(SCHEMES) and ours.netloc == theirs.netloc:
             return theirs._replace(scheme=ours.scheme).geturl()
     return model
+
+
+def version_name(variant: Variant) -> str:
+    """The commit, a digest of uncommitted changes, and the variant; `unversioned` without a
+    repository, as in an image.
+    """
+    parts = [_commit()]
+    variant = replace(variant, code="")  # which the commit stands for
+    if variant != Variant():
+        parts.append(digest(repr(variant))[:SHORT])
+    return "-".join(parts)
+
+
+def upload(
+    client: Client, pipeline: str, version: str, compiled: Path, description: str = ""
+) -> tuple[str, str, bool]:
+    """Find the version with this content, or create it.
+
+    A version with that name but other content (such as other images) is unchanged, and the new one
+    has its digest in its name. The digest is stored at the end of the description.
+
+    Returns:
+        the pipeline's id, the version's id, and whether the version is new.
+    """
+    models = client.api_models
+    pipelines = find(client.pipelines.pipeline_service_list_pipelines, "pipelines", pipeline,
+                 namespace=client.namespace)  # fmt: skip
+    if not pipelines:
+        body = models.V2beta1Pipeline(
+            name=pipeline,
+            display_name=pipeline,
+            namespace=client.namespace,
+            description=description,
+        )
+        pipelines = [client.pipelines.pipeline_service_create_pipeline(body)]
+    pipeline_id = pipelines[0].pipeline_id
+    content = sha256(compiled)
+    described = f"{description} sha256:{content}".strip()
+    for name in (version, f"{version}-{content[:SHORT]}"):
+        versions = find(client.pipelines.pipeline_service_list_pipeline_versions,
+                        "pipeline_versions", name, pipeline_id=pipeline_id)  # fmt: skip
+        if not versions:
+            made = client.pipeline_uploads.upload_pipeline_version(
+                str(compiled),
+                # Versions that are Kubernetes objects share one namespace with all pipelines'.
+                name=f"{pipeline}-{name}",
+                display_name=name,
+                pipelineid=pipeline_id,
+                description=described,
+            )
+            return pipeline_id, made.pipeline_version_id, True
+        if (versions[0].description or "").endswith(f"sha256:{content}"):
+            break
+    return pipeline_id, versions[0].pipeline_version_id, False
+
+
+def experiment_id(client: Client, name: str) -> str:
+    """The experiment with this name, created if it does not exist."""
+    listing = client.experiments.experiment_service_list_experiments
+    experiments = find(listing, "experiments", name, namespace=client.namespace)
+    if not experiments:
+        body = client.api_models.V2beta1Experiment(display_name=name, namespace=client.namespace)
+        experiments = [client.experiments.experiment_service_create_experiment(body)]
+    return str(experiments[0].experiment_id)
+
+
+def _commit() -> str:
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD").strip()
+        changes = _git("diff", "HEAD")
+        new = _git("ls-files", "--others", "--exclude-standard").splitlines()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository: as in an image
+        return "unversioned"
+    files = [REPOSITORY / name for name in new if (REPOSITORY / name).is_file()]
+    changes += "".join(sha256(file) for file in files)
+    return f"{commit}-dirty-{digest(changes)[:SHORT]}" if changes else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", check=True
+    ).stdout
 
 
 def start(submission: Submission, name: str, is_followed: bool, logs: bool) -> None:

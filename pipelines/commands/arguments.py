@@ -1,15 +1,20 @@
-"""A pipeline's arguments as command-line options, and their validation."""
+"""What every command has: a pipeline's arguments as command-line options and their validation,
+messages in place of tracebacks, and a console for wide tables."""
 
 import functools
 import inspect
 import json
+import shutil
+import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
 
 from lathe_base.checks import Finding
-from lathe_base.errors import Code
+from lathe_base.errors import EXPECTED_ERRORS, Code, UserError, coded, explain
 from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults, takes_chats
 
 SHARDS = "Launch.shards"
@@ -104,6 +109,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
         parameter("overrides", Overrides, []),
         *(parameter(p.name, p.annotation, p.default) for p in own),
     ]
+    # Typer reads a command's options from its signature, and their types from the annotations.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
@@ -148,3 +154,27 @@ def recipe_names(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     inputs = built(name, bool(arguments.get("chat"))).component_spec.inputs
     keys = [key for key in inputs if key.endswith("recipe")]
     return {key: arguments.get(key, inputs[key].default) for key in keys}
+
+
+@contextmanager
+def error_messages() -> Iterator[None]:
+    """Exit with a message, not a traceback, for the expected errors that the block raises."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        errors = [error for error in group.exceptions if isinstance(error, EXPECTED_ERRORS)]
+        fail("\n".join(coded(explain(error)) for error in errors), UserError.status)
+    except EXPECTED_ERRORS as error:
+        told = explain(error)
+        fail(coded(told), told.status)
+
+
+def fail(message: str, status: int) -> NoReturn:
+    """Exit with a message on stderr."""
+    print(message, file=sys.stderr)
+    raise SystemExit(status)
+
+
+def wide_console(columns: int = 100) -> Console:
+    """Standard output with at least `columns` columns, for tables wider than the terminal."""
+    return Console(width=max(columns, shutil.get_terminal_size().columns), highlight=False)

@@ -1,17 +1,20 @@
-"""Write every pipeline's IR YAML: `python -m pipelines.compiler.compile [FOLDER] [--code]`.
+"""Compile the pipelines, and look into the result: images, graph, digest.
 
-`--code` makes the code in the images part of cache keys, for images that are named by a tag.
+`python -m pipelines.compiler.compile [FOLDER] [--code]` writes every pipeline's IR YAML. `--code`
+makes the code in the images part of cache keys, for images that are named by a tag.
 """
 
 import copy
 import functools
 import inspect
+import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf import json_format
 from kfp import compiler, dsl
@@ -20,9 +23,11 @@ from kfp.dsl.graph_component import GraphComponent
 from components.images import TRAIN
 from components.machines import Pool
 from components.notify.component import notify
+from components.plan import recipe_argument
+from components.step import FUNCTION
+from lathe_base import PACKAGES
 from lathe_base.provenance.surroundings import PIPELINE
-from lathe_base.storage import sha256
-from pipelines.compiler.code import code_digest
+from lathe_base.storage import digest, sha256
 from pipelines.compress import compress
 from pipelines.full import full
 from pipelines.pretrain import pretrain
@@ -34,6 +39,9 @@ from pipelines.steps.steps import Steps
 ENGINE = "Compress.engine"
 STEPS = "steps"
 """The node of the graph with all steps, which the notification follows."""
+EXIT_HANDLER = "exit-handler-1"
+"""KFP's name for its task."""
+INDENT = "  "  # of Mermaid diagrams
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "pretrain": pretrain,
     "prune": prune,
@@ -60,6 +68,10 @@ CHAT_ARGUMENTS = ("chat", "finetune_recipe")
 PRUNE_RECIPES = {"prune": "recipe", "full": "prune_recipe"}
 """The argument of each pipeline that names the pruning recipe."""
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCES = (*PACKAGES, "components")
+"""The packages that a step's image contains and its process may import."""
+
 
 def defaults(name: str, overrides: list[str]) -> dict[str, str]:
     """Arguments of pipeline `name` whose defaults depend on these overrides: PaddleSlim lacks the
@@ -79,8 +91,13 @@ def build(name: str, variant: Variant = Variant()) -> GraphComponent:  # noqa: B
     overrides = [f"{ENGINE}={variant.engine}"] if variant.engine != Variant.engine else []
     function = _traceable(name, variant, overrides=overrides, **defaults(name, overrides))
     pipeline = dsl.pipeline(name=name)(function)
-    _draw_less(pipeline.pipeline_spec)
-    require_own_executors(json_format.MessageToDict(pipeline.pipeline_spec))
+    # The UI draws a line for each dependency: indirect ones are removed (a transitive reduction).
+    spec = pipeline.pipeline_spec
+    for dag in [spec.root.dag, *(component.dag for component in spec.components.values())]:
+        before = {name: set(task.dependent_tasks) for name, task in dag.tasks.items()}
+        for name, task in dag.tasks.items():
+            task.dependent_tasks[:] = sorted(before[name] - implied(name, before))
+    require_own_executors(json_format.MessageToDict(spec))
     return pipeline
 
 
@@ -124,15 +141,6 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
 def takes_chats(name: str) -> bool:
     """Whether a pipeline can finetune on conversations."""
     return name in FUNCTIONS and "chat" in inspect.signature(FUNCTIONS[name]).parameters
-
-
-def _draw_less(spec: Any) -> None:
-    """Remove indirect dependencies from a compiled pipeline (its transitive reduction): the UI
-    draws a line for each dependency."""
-    for dag in [spec.root.dag, *(component.dag for component in spec.components.values())]:
-        before = {name: set(task.dependent_tasks) for name, task in dag.tasks.items()}
-        for name, task in dag.tasks.items():
-            task.dependent_tasks[:] = sorted(before[name] - implied(name, before))
 
 
 def implied(name: str, before: Mapping[str, set[str]]) -> set[str]:
@@ -224,8 +232,89 @@ def write(folder: Path, code: str = "") -> list[Path]:
     return paths
 
 
+class PlacedStep(NamedTuple):
+    """A step of a pipeline.
+
+    Attributes:
+        name: task name, such as `evaluate-int8`.
+        stage: name of its component.
+        recipe: pipeline argument with the recipe of its settings; empty if the step takes none.
+    """
+
+    name: str
+    stage: str
+    recipe: str
+
+
+def placed_steps(name: str, has_chats: bool = False) -> list[PlacedStep]:
+    """All steps of pipeline `name` and its sub-pipelines, in topological order."""
+    spec = built(name, has_chats).pipeline_spec
+    return list(_placed_steps(spec, _body(spec)))
+
+
+def _body(spec: Any) -> Any:
+    """The DAG of a pipeline's steps, without the notification at its end."""
+    return spec.components[spec.root.dag.tasks[EXIT_HANDLER].component_ref.name].dag
+
+
+def _placed_steps(spec: Any, dag: Any) -> Iterator[PlacedStep]:
+    """Steps of a DAG."""
+    for task in (dag.tasks[name] for name in _in_order(dag)):
+        part = spec.components[task.component_ref.name]
+        executor = spec.deployment_spec["executors"].fields.get(part.executor_label)
+        if part.dag.tasks:
+            yield from _placed_steps(spec, part.dag)
+        elif executor and "container" in executor.struct_value:
+            arguments = list(executor.struct_value["container"]["args"])
+            stage = arguments[arguments.index(FUNCTION) + 1]
+            argument = recipe_argument(stage)
+            # A pipeline without an argument for this recipe has one recipe for all steps.
+            is_there = argument in spec.root.input_definitions.parameters
+            recipe = argument if is_there else argument and "recipe"
+            yield PlacedStep(task.task_info.name, stage, recipe)
+
+
+def _in_order(dag: Any) -> list[str]:
+    """Task names in a topological order that, unlike protobuf maps, is always the same."""
+    before = {name: sorted(task.dependent_tasks) for name, task in sorted(dag.tasks.items())}
+    return list(TopologicalSorter(before).static_order())
+
+
+def mermaid(name: str, has_chats: bool = False) -> str:
+    """Mermaid diagram of pipeline `name`: its steps and their dependencies, with a box around each
+    sub-pipeline."""
+    spec = built(name, has_chats).pipeline_spec
+    return "\n".join(["flowchart LR", *_drawn(spec, _body(spec), "", INDENT)])
+
+
+def _drawn(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
+    order = _in_order(dag)
+    for name in order:
+        task, key = dag.tasks[name], f"{prefix}{name}"
+        inner = spec.components[task.component_ref.name].dag
+        label = "model" if name == "importer" else task.task_info.name
+        if inner.tasks:
+            yield f'{indent}subgraph {key}["{label}"]'
+            yield from _drawn(spec, inner, f"{key}_", indent + INDENT)
+            yield f"{indent}end"
+        else:
+            yield f'{indent}{key}["{label}"]'
+    for name in order:
+        for earlier in sorted(set(dag.tasks[name].dependent_tasks)):
+            yield f"{indent}{prefix}{earlier} --> {prefix}{name}"
+
+
+@functools.cache
+def code_digest(root: Path = REPOSITORY) -> str:
+    """Digest of the packages' files and the images' lock files, the same for all components."""
+    found = [path for package in SOURCES for path in (root / package).rglob("*")]
+    files = sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+    files += sorted(root.glob("images/*/*.lock"))
+    return digest(json.dumps([[path.relative_to(root).as_posix(), sha256(path)] for path in files]))
+
+
 if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if argument != "--code"]
-    digest = code_digest() if "--code" in sys.argv else ""
-    for written in write(Path(*arguments or ["build"]), digest):
+    code = code_digest() if "--code" in sys.argv else ""
+    for written in write(Path(*arguments or ["build"]), code):
         print(written)

@@ -16,8 +16,7 @@ import yaml
 from kfp import compiler
 
 from lathe_base.storage import atomic_file
-from pipelines.compiler.code import code_digest
-from pipelines.compiler.compile import FUNCTIONS, build, with_own_digest
+from pipelines.compiler.compile import FUNCTIONS, build, code_digest, with_own_digest
 from pipelines.steps.resources import Variant
 
 NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"

@@ -1,4 +1,5 @@
-"""Turns a local run's output into a log of its stages: start, Lathe's messages, end."""
+"""Turns a local run's output into a log of its stages: start, Lathe's messages, end, and an
+estimate of the time that is left."""
 
 import json
 import re
@@ -8,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from components.artifacts import FIGURES
+from components.step import component
 from components.supervise import MARK
 from lathe_base.errors import MESSAGE, Code, StageError, code_in
-from pipelines.local.cache import DONE_AGAIN, FIRST
-from pipelines.local.forecast import Forecast
+from lathe_base.progress import duration
+from pipelines.compiler.compile import placed_steps
 
+DONE_AGAIN = "runs again"
+FIRST = "runs for the first time"
 _ERROR = re.compile(re.escape(MARK) + MESSAGE.pattern)
 _COLOUR = re.compile(r"\x1b\[\d*m")
 _BEGAN = re.compile(r"Executing task '(.+)'$")
@@ -25,6 +29,8 @@ _KFP = re.compile(r"\[KFP Executor .*?\]: ")
 
 ALWAYS = "always runs"
 TAIL_LINES = 30
+DEFAULT = "full"
+PRIOR_SECONDS = 20.0  # weight of the declared pace against this machine's, in seconds of stages
 
 
 class StageLog:
@@ -40,7 +46,7 @@ class StageLog:
         outcomes: stage -> "reused" or why it ran; a stage in a loop has several outcomes.
     """
 
-    def __init__(self, forecast: Forecast | None = None) -> None:
+    def __init__(self, forecast: "Forecast | None" = None) -> None:
         self.failed: str | None = None
         self._code = Code.FAILED
         self.figures: dict[str, float] = {}
@@ -112,3 +118,38 @@ class StageLog:
         tail = "\n".join(self._tail)
         tail = tail[max(tail.find("    Traceback"), 0) :].rstrip()
         return StageError(f"{where}failed\n{tail}", Code.FAILED)
+
+
+def usual_seconds() -> dict[str, float]:
+    """Usual duration of each step of the default run, as its component declares: in proportion to
+    its measured CPU time."""
+    by_step = {step.name: component(step.stage).step.seconds for step in placed_steps(DEFAULT)}
+    return {name: seconds for name, seconds in by_step.items() if seconds}
+
+
+class Forecast:
+    """Estimates the remaining time from this machine's pace in the stages that have ended."""
+
+    def __init__(self) -> None:
+        self._all = usual_seconds()
+        self._left = dict(self._all)
+        self._expected = self._taken = PRIOR_SECONDS
+
+    def start(self) -> str:
+        """Describe the work ahead."""
+        seconds = duration(sum(self._all.values()))
+        return f"{len(self._all)} stages, about {seconds} on two free cores; nothing is downloaded"
+
+    def end(self, stage: str, seconds: float | None) -> str:
+        """Describe the time left after a stage has ended.
+
+        Args:
+            seconds: its duration; None if it was reused.
+        """
+        expected = self._left.pop(stage, 0)
+        if seconds is not None:
+            self._expected += expected
+            self._taken += seconds
+        ended = f"{len(self._all) - len(self._left)} of {len(self._all)} stages"
+        left = sum(self._left.values()) * self._taken / self._expected
+        return f"{ended}, about {duration(left)} left" if self._left else ended

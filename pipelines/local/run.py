@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import cache, partial
@@ -27,7 +27,11 @@ import typer
 
 from components.plan import plan
 from lathe.data.run_inputs import look_up
+from lathe.evaluate.wording import outcome
 from lathe.report.notice import make_notice
+from lathe.report.results import read_results, rows
+from lathe.report.summary import summary_table
+from lathe.report.usage import total
 from lathe_base.checks import require
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
@@ -36,8 +40,13 @@ from lathe_base.provenance.keys import SIGNING_KEY, generate, signing_key
 from lathe_base.provenance.surroundings import RUN
 from lathe_base.tracking.webhook import ADDRESS, post
 from lathe_launch.parent import tied
-from pipelines.commands.arguments import recipe_names, takes_arguments
-from pipelines.commands.errors import error_messages, fail
+from pipelines.commands.arguments import (
+    error_messages,
+    fail,
+    recipe_names,
+    takes_arguments,
+    wide_console,
+)
 from pipelines.commands.inputs import (
     CACHE,
     KEY,
@@ -48,9 +57,7 @@ from pipelines.commands.inputs import (
     input_checks,
     run_folder_checks,
 )
-from pipelines.commands.summary import show
-from pipelines.local.forecast import DEFAULT, Forecast
-from pipelines.local.log import StageLog
+from pipelines.local.log import DEFAULT, Forecast, StageLog
 
 RUNS = Path("run")
 DEPLOYED = RUNS / "deployed"
@@ -61,6 +68,12 @@ TRAINS = ("pretrain", "full")
 PROGRESS = re.compile(r" \d+/\d+, .*left$")  # the format of `lathe_base.progress.Bar.tell`
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+CHECKPOINTS = {
+    "model": "pretrain/model",
+    "pruned": "prune/pruned",
+    "quantized": "quantize/quantized",
+}
 
 
 class StageFailed(StageError):
@@ -105,7 +118,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     with (
         _locked(folder) as lock,
         (folder / RUN_LOG).open("a", encoding="utf-8") as full,
-        _worker(command, lock, _signing_environment(folder)) as worker,
+        _worker(command, lock, folder) as worker,
         closing(screen),
     ):
         assert worker.stdout is not None
@@ -186,21 +199,15 @@ def _locked(folder: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _signing_environment(folder: Path) -> dict[str, str]:
-    """Environment variables of the steps: the run's name and the signing key, generated for the run
-    unless the user has one."""
+@contextmanager
+def _worker(command: list[str], lock: int, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the worker process in its own session, with the lock's descriptor. Leaving the block
+    ends all its processes, and the kernel kills it if this process is killed."""
+    # The steps sign with a key that is generated for the run, unless the user has one.
     key = signing_key() or folder / KEY
     if not key.exists() and key == folder / KEY:
         generate(key)
-    return {SIGNING_KEY: str(key.absolute()), RUN: folder.name}
-
-
-@contextmanager
-def _worker(
-    command: list[str], lock: int, variables: dict[str, str]
-) -> Iterator[subprocess.Popen[str]]:
-    """Start the worker process in its own session, with the lock's descriptor. Leaving the block
-    ends all its processes, and the kernel kills it if this process is killed."""
+    variables = {SIGNING_KEY: str(key.absolute()), RUN: folder.name}
     worker = subprocess.Popen(
         tied(command),
         # Otherwise a folder named lathe in the working directory shadows the package.
@@ -222,23 +229,63 @@ def _worker(
     finally:
         for number in SIGNALS:  # a second one must not interrupt the cleanup
             signal.signal(number, signal.SIG_IGN)
-        _end_group(worker)
+        # SIGTERM, then wait for all of its process group, then SIGKILL.
+        deadline, number = time.monotonic() + GRACE_SECONDS, int(signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            while True:
+                worker.poll()  # a zombie still belongs to the group
+                os.killpg(worker.pid, number)
+                time.sleep(0.1)
+                number = signal.SIGKILL if time.monotonic() > deadline else 0
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _end_group(worker: subprocess.Popen[str]) -> None:
-    """Terminate the worker's process group, wait, then kill what is left."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    number = int(signal.SIGTERM)
-    while True:
-        worker.poll()  # a zombie still belongs to the group
-        try:
-            os.killpg(worker.pid, number)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-        number = signal.SIGKILL if time.monotonic() > deadline else 0
+def show(folder: Path, pipeline: str, deployed: Path) -> None:
+    """Print the summary of a run folder; copies its reports to the top of the folder and links its
+    deployment.
+
+    Args:
+        folder: the run folder; several runs may have used it.
+        deployed: link that `make serve` follows, set to this run's deployment if there is one.
+    """
+    if metrics := newest(folder, "report*/metrics"):
+        wide_console().print(summary_table(rows(json.loads(metrics.read_text(encoding="utf-8")))))
+    if usage := read_results(str(folder)).usage:
+        print(f"used       {total(usage)}")
+    checkpoints = CHECKPOINTS if pipeline != "compress" else {"quantized": "choose/chosen"}
+    for name, output in checkpoints.items():
+        if path := newest(folder, output):
+            print(f"{name:11}{path}")
+    if page := newest(folder, "choose/page"):
+        shutil.copyfile(page, folder / "compress.html")
+        print(f"trials     {folder / 'compress.html'}")
+    if page := newest(folder, "report*/page"):
+        shutil.copyfile(page, folder / "report.html")
+        print(f"report     {folder / 'report.html'}")
+    if pipeline not in SERVES:
+        return
+    repository, passed = newest(folder, "rehearse/deployed"), True
+    if verdict := newest(folder, "gate/verdict"):
+        result = json.loads(verdict.read_text(encoding="utf-8"))
+        passed = result["passed"]
+        print(
+            "\n    ".join([f"gate       {outcome(result['verdict'], passed)}", *result["reasons"]])
+        )
+    if repository is None or not passed:
+        print("not deployed: the quantized model did not pass the gate")
+        return
+    if deployed.is_symlink():
+        deployed.unlink()
+    deployed.symlink_to(repository, target_is_directory=True)
+    print(f"server     {repository}")
+    print('\ntry it: make serve && make client PROMPT="In the beginning"')
+
+
+def newest(folder: Path, output: str) -> Path | None:
+    """The latest `<stage>/<output>` under a run folder."""
+    paths = sorted(folder.glob(f"**/{output}"), key=lambda path: path.stat().st_mtime)
+    return paths[-1].absolute() if paths else None
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

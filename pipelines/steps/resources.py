@@ -22,7 +22,9 @@ from lathe_base.config.settings.placement import StepPlacement
 from lathe_base.provenance.keys import MOUNTED, TRUSTED_MOUNTED
 from lathe_base.provenance.surroundings import IMAGE
 from lathe_launch.usage import CPU_HOUR, GPU_HOUR
-from pipelines.steps.finished import Outputs
+
+Outputs = dict[str, Any]
+"""Name of a step's output -> address of the artifact, or value of the parameter."""
 
 SECRET, CONFIG_MAP = "lathe-s3", "lathe-store"
 KEYS = {

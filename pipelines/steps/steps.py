@@ -1,28 +1,57 @@
-"""What the pipelines are made of: steps, each a component with its inputs and resources, and
-sub-pipelines."""
+"""What the pipelines are made of: steps, each a component with its inputs and resources; the
+outputs of steps that an earlier run finished; and groups of steps that several pipelines have."""
 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from kfp import dsl
+from kfp.dsl import structures
+from kfp.dsl.importer_component import ImporterComponent
 from kfp.dsl.pipeline_context import Pipeline
+from kfp.dsl.placeholders import InputValuePlaceholder
+from kfp.dsl.types.type_utils import create_bundled_artifact_type, is_parameter_type
 
+from components.analyze.component import analyze
+from components.deploy.component import deploy
 from components.evaluate.component import evaluate
 from components.export.component import export
+from components.gate.component import gate
 from components.images import PADDLE
 from components.inputs.component import inputs
 from components.join.component import join
 from components.plan import SHARED
 from components.prepare.component import prepare
+from components.quantize.component import quantize
+from components.release.component import release
 from components.tokenize.component import tokenize
 from components.tokenizer.component import tokenizer
-from pipelines.steps.finished import Finished, can_be_taken, shard_key
-from pipelines.steps.resources import Variant, place
+from lathe.search.design import Proposal
+from lathe_base.artifacts.kinds import SHARD, checked
+from lathe_base.artifacts.metadata import ShardMetadata
+from lathe_base.errors import UserError
+from lathe_base.inputs import parse_json
+from lathe_base.storage import read_text
+from pipelines.steps.resources import Outputs, Variant, place
 
 TYPES: dict[str, type] = {"String": str, "Dict": dict, "List": list}
+"""KFP's names of the types of parameters."""
+METRICS = "metrics"
+"""Artifact of every step, which Pipelines stores last, once the step has succeeded."""
+TOKENIZE = "tokenize"
+"""The step that tokenizes a shard."""
+DESIGN = "design"
+VALUE = "Output"
+"""KFP's name for a component's return value, which only Pipelines' database contains."""
+HINT = "run the pipeline again"
+KINDS = {
+    kind.schema_title: kind
+    for kind in (dsl.Artifact, dsl.Dataset, dsl.HTML, dsl.Metrics, dsl.Model)
+}
 Task = Any
 """A task, or what replaces the task of a step that an earlier run finished: both have `outputs`."""
 
@@ -92,7 +121,7 @@ class Steps:
         outputs = inputs.component_spec.outputs
         types = {name: TYPES[spec.type.partition("[")[0]] for name, spec in outputs.items()}
         within = Steps(self.variant)
-        _traced(function, within, types)
+        _traced(function, within, types)  # this one is thrown away
         used = within.found.used
         traced = _traced(function, within, {name: types[name] for name in sorted(used)})
         return traced(**given, **{name: self.found[name] for name in used})
@@ -165,7 +194,138 @@ def _traced(function: Callable[..., Any], steps: Steps, found: Mapping[str, type
         Pipeline._default_pipeline = outer
 
 
+class Finished:
+    """Replaces the task of a finished step: imports its artifacts and passes on the values of its
+    parameters, without a pod of its own."""
+
+    def __init__(self, component: Any, outputs: Outputs) -> None:
+        self.outputs = {
+            name: outputs[name]
+            if is_parameter_type(spec.type)
+            else _import_task(f"import-{component.name}-{name}", outputs[name], spec.type)
+            for name, spec in component.component_spec.outputs.items()
+            if name in outputs and name != METRICS
+        }
+
+
+def can_be_taken(component: Any, finished: Outputs) -> bool:
+    """Whether the values of all parameters that the step returned are known."""
+    outputs = component.component_spec.outputs or {}
+    return all(name in finished for name, spec in outputs.items() if is_parameter_type(spec.type))
+
+
+def finished_steps(root: str, addresses: Iterable[str]) -> dict[str, Outputs]:
+    """Outputs of the steps that have succeeded, from the addresses of all objects of a run.
+
+    An object's address is `<root>/<step>/<execution>/<output>`, followed by a file name if the
+    output is a folder. An execution without metrics did not succeed. A step that succeeded several
+    times, as in a loop, is omitted, except for shards (`shard_key`).
+    """
+    pattern = re.compile(rf"{re.escape(root.rstrip('/'))}/([a-z0-9-]+)/([0-9a-f-]{{36}})/(\w+)")
+    executions: dict[str, dict[str, Outputs]] = {}
+    for address in addresses:
+        if match := pattern.match(address):
+            step, execution, output = match.groups()
+            executions.setdefault(step, {}).setdefault(execution, {})[output] = match[0]
+    done = {
+        step: [outputs for outputs in finished.values() if METRICS in outputs]
+        for step, finished in executions.items()
+    }
+    shards = done.pop(TOKENIZE, [])
+    once = {step: outputs[0] for step, outputs in done.items() if len(outputs) == 1}
+    if designed := once.pop(DESIGN, None):
+        with suppress(UserError):  # written by another version: the step runs again
+            # Exactly as the step returned them: they are part of cache keys.
+            where = designed["designs"]
+            proposals = checked(
+                parse_json(read_text(where), where, HINT), list[Proposal], where, HINT
+            )
+            once[DESIGN] = designed | {VALUE: [p.design.to_json() for p in proposals]}
+    for outputs in shards:  # their steps all have the same name; the metadata has the number
+        where = f"{outputs['tokens']}/{SHARD.metadata_file}"
+        values = parse_json(read_text(where), where, HINT)
+        once[shard_key(checked(values, ShardMetadata, where, HINT).shard)] = outputs
+    return once
+
+
+def shard_key(shard: int) -> str:
+    """Key of a shard's step among the finished steps."""
+    return f"{TOKENIZE} {shard}"
+
+
+def _import_task(name: str, address: str, type_name: str) -> Any:
+    """Output of a task `name` that imports the artifact at an address.
+
+    `dsl.importer` names every task `importer`, and in sub-pipelines KFP 2.17 mixes up executors
+    whose names differ only by an appended number: docs/concepts/pipeline.md.
+    """
+    kind = KINDS[type_name.partition("@")[0]]
+    bundled = create_bundled_artifact_type(kind.schema_title, kind.schema_version)
+    importer = structures.ImporterSpec(
+        artifact_uri=InputValuePlaceholder("uri")._to_string(),
+        schema_title=bundled,
+        schema_version=kind.schema_version,
+        reimport=False,
+    )
+    spec = structures.ComponentSpec(
+        name=name,
+        implementation=structures.Implementation(importer=importer),
+        inputs={"uri": structures.InputSpec(type="String")},
+        outputs={"artifact": structures.OutputSpec(type=bundled)},
+    )
+    return ImporterComponent(component_spec=spec)(uri=address).output
+
+
 def imported(model: str) -> Any:
     """The checkpoint folder at a path or address, as an artifact."""
     task = dsl.importer(artifact_uri=model, artifact_class=dsl.Model, reimport=False)
     return task.output
+
+
+class Quantized(NamedTuple):
+    """The outputs of `quantization`.
+
+    The UI knows a line of its graph by the output's name and the task that reads it: an output
+    `model` would hide the line of the dense model, which `judge` reads as well.
+    """
+
+    quantized: dsl.Model
+    sensitivity: dsl.Dataset
+
+
+def quantization(
+    steps: Steps, model: dsl.Input[dsl.Model], data: dsl.Input[dsl.Dataset]
+) -> Quantized:
+    """A sub-pipeline: rank the linear layers by the cost of INT8, and train the model in INT8."""
+    ranked = steps.add(analyze, model=model, data=data).outputs["sensitivity"]
+    int8 = steps.add(quantize, model=model, data=data, sensitivity=ranked)
+    return Quantized(quantized=int8.outputs["quantized"], sensitivity=ranked)
+
+
+def rehearse_and_release(
+    steps: Steps, int8: Any, results: Mapping[str, Any], data: Any, cloze: str, production: str
+) -> Any:
+    """Rehearse the deployment of the INT8 model, compare it with the dense one, and release it if
+    it passes and `production` is set; returns the rehearsal.
+
+    Args:
+        results: what `Steps.compare` returns.
+    """
+    exported, evaluation = results["int8_export"], results["int8_evaluation"]
+    deployed = steps.add(deploy, exported=exported, model=int8, data=data).outputs["deployed"]
+    gated = steps.add(
+        gate, baseline=results["dense_evaluation"], candidate=evaluation, production=production
+    ).outputs
+    # KFP 2.17's local runner finds no other output of a step than `Output` in a condition.
+    with dsl.If(gated["Output"] == True, "to-production"):  # noqa: E712
+        steps.add(
+            release,
+            deployed=deployed,
+            evaluation=evaluation,
+            gate=gated["verdict"],
+            model=int8,
+            data=data,
+            cloze=cloze,
+            production=production,
+        )
+    return deployed

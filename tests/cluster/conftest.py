@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipelines.cluster.kube_context import open_cluster
-from pipelines.cluster.server import connect
+from pipelines.cluster.server import connect, open_cluster
 from tests.cluster.site import Site, whole_number
 
 SEEN: dict[str, str] = {}

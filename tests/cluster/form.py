@@ -11,8 +11,7 @@ from urllib.parse import urlencode
 from lathe_base.errors import UserError
 from lathe_launch.cluster.doctor import require_account
 from pipelines.cluster.server import KUBEFLOW, connect
-from pipelines.cluster.submit import EXPERIMENT
-from pipelines.cluster.upload import experiment_id, find
+from pipelines.cluster.submit import EXPERIMENT, experiment_id, find
 from pipelines.steps.resources import SERVICE_ACCOUNT
 from tests.cluster.site import Site, skip_without
 

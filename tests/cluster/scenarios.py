@@ -18,7 +18,7 @@ from lathe_base.checks import Check, Finding, run_checks
 from lathe_base.errors import StageError
 from lathe_base.storage import fetch, list_objects, remove, upload
 from lathe_launch.cluster.rollout import Deployment, roll
-from pipelines.cluster.doctor_pod import run_pod, step_pod
+from pipelines.cluster.doctor import run_pod, step_pod
 from pipelines.cluster.pods import RUN, STAGE
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.schedule import end_runs, schedules, unfinished

@@ -11,8 +11,7 @@ from kubernetes import client
 from lathe_base.errors import Code, StageError
 from lathe_base.storage.network import as_proxy
 from lathe_launch.cluster.api import load_kubeconfig
-from pipelines.cluster.kube_context import open_cluster
-from pipelines.cluster.server import Client
+from pipelines.cluster.server import Client, open_cluster
 from tests.support.errors import raises
 from tests.support.loopback import JSONHandler, LoopbackServer
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pipelines.cluster import doctor, submit, upload
+from pipelines.cluster import doctor, submit
 from tests.support import fake_kfp, quick_kfp  # noqa: F401
 from tests.support.compiled import build_once
 from tests.support.micro_run import write_corpus, write_recipe
@@ -30,7 +30,7 @@ def kfp(monkeypatch, tmp_path):
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("LATHE_NETWORK_PATIENCE", "0")
         monkeypatch.setenv("LATHE_KFP_ENDPOINT", server.url)
-        monkeypatch.setattr(upload, "_commit", lambda: "0123456789ab")
+        monkeypatch.setattr(submit, "_commit", lambda: "0123456789ab")
         for command in (submit, doctor):
             monkeypatch.setattr(command, "build", build_once)
         yield server

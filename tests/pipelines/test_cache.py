@@ -10,8 +10,8 @@ from kfp import dsl
 from components.plan import plan
 from lathe.data.run_inputs import look_up
 from lathe_base.config.recipe import load_recipe
-from pipelines.local.cache import CheckedCache, key_parts
 from pipelines.local.log import StageLog
+from pipelines.local.runner import CheckedCache, key_parts
 from tests.pipelines.test_run import ran
 from tests.support.tables import quick_only
 
@@ -118,7 +118,7 @@ def test_a_setting_that_its_code_does_not_read_changes_nothing(cache):
 
 
 def test_other_code_is_another_task(cache, monkeypatch, caplog):
-    monkeypatch.setattr("pipelines.local.cache.code_digest", lambda: "0" * 64)
+    monkeypatch.setattr("pipelines.local.runner.code_digest", lambda: "0" * 64)
     with caplog.at_level("INFO"):
         assert cache.get(cache_key(cache)) is None
     assert caplog.messages == ["Task pretrain runs again: changed: code"]

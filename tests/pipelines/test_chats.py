@@ -14,9 +14,8 @@ from lathe.data.tokens import TokenDataset, TokenSequences
 from lathe.model.checkpoint import load_checkpoint
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code
-from pipelines.commands.variants import choose_variant
-from pipelines.compiler.compile import FUNCTIONS, built, takes_chats
-from pipelines.compiler.graph import steps
+from pipelines.cluster.submit import choose_variant
+from pipelines.compiler.compile import FUNCTIONS, built, placed_steps, takes_chats
 from pipelines.local.run import check
 from pipelines.steps.resources import Variant
 from tests.pipelines.test_golden import body, dag_tasks
@@ -59,7 +58,7 @@ def test_other_pipelines_are_what_they_were() -> None:
     for name in FUNCTIONS:
         inputs = built(name).component_spec.inputs
         assert not {"chat", "finetune_recipe"} & inputs.keys()
-        assert "finetune" not in {step.stage for step in steps(name)}
+        assert "finetune" not in {step.stage for step in placed_steps(name)}
     with_chats = built("full", has_chats=True).component_spec.inputs
     assert [key for key, part in with_chats.items() if not part.optional] == ["chat", "model"]
     assert "corpus" not in with_chats

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.compiler.code import SOURCES, code_digest
+from pipelines.compiler.compile import SOURCES, code_digest
 from pipelines.steps.resources import Variant
 from tests.support.compiled import compiled
 

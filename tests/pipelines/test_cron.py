@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from lathe_base.errors import Code
-from pipelines.cluster.cron import parse_cron
+from pipelines.cluster.schedule import parse_cron
 from tests.support.errors import raises
 
 START = datetime(2026, 1, 30, 12, 0, 0, tzinfo=UTC)  # a Friday

@@ -18,13 +18,10 @@ from components.plan import plan
 from lathe_base.checks import Finding
 from lathe_base.storage import list_objects, write_text
 from lathe_launch.cluster.doctor import RIGHTS, pipeline_root
-from pipelines.cluster import doctor_pod
 from pipelines.cluster.capacity import GIB, TRAINJOB, Need, _free, _refused
-from pipelines.cluster.doctor import app
-from pipelines.cluster.doctor_pod import step_pod
-from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster.doctor import app, step_pod
 from pipelines.cluster.results import ResultsReader
-from pipelines.cluster.server import connect
+from pipelines.cluster.server import connect, open_cluster
 from tests.support import warm
 from tests.support.compiled import pods, tolerations
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
@@ -69,7 +66,7 @@ def cluster(kfp, s3, monkeypatch, tmp_path):
         server.create("resourcequotas", quota)
         server.create("serviceaccounts", {"metadata": {"name": "default-editor"}})
         trainer_webhook(server)
-        monkeypatch.setattr(doctor_pod, "POLL_SECONDS", 0.05)
+        monkeypatch.setattr("pipelines.cluster.doctor.POLL_SECONDS", 0.05)
         yield server
 
 
@@ -231,7 +228,7 @@ def test_an_image_that_is_older_than_the_doctor(kfp, cluster):
 
 @pytest.mark.slow
 def test_gpus_that_no_node_has_leave_the_other_checks(kfp, cluster, monkeypatch):
-    monkeypatch.setattr(doctor_pod, "SCHEDULING_SECONDS", 0.2)
+    monkeypatch.setattr("pipelines.cluster.doctor.SCHEDULING_SECONDS", 0.2)
 
     def schedule(pod: Pod) -> None:
         if "nvidia.com/gpu" in pod.container["resources"]["requests"]:

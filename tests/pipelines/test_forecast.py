@@ -5,8 +5,7 @@ import re
 import pytest
 
 from pipelines.compiler.compile import built
-from pipelines.local.forecast import Forecast, usual_seconds
-from pipelines.local.log import StageLog
+from pipelines.local.log import Forecast, StageLog, usual_seconds
 
 SECONDS = usual_seconds()
 

@@ -11,9 +11,9 @@ from components.machines import Pool
 from components.plan import plan
 from lathe_base.config.recipe import load_recipe, recipe_text
 from pipelines.cluster.capacity import resource_needs
-from pipelines.cluster.doctor_pod import step_pod
+from pipelines.cluster.doctor import launch_settings, step_pod
 from pipelines.cluster.submit import app as submit
-from pipelines.commands.variants import choose_variant, launch_settings
+from pipelines.cluster.submit import choose_variant
 from pipelines.compiler.compile import build
 from tests.support.compiled import pods, tolerations
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe_launch.cluster.api import LABELS
-from pipelines.cluster.kube_context import open_cluster
+from pipelines.cluster.server import open_cluster
 from tests.cluster import scenarios
 from tests.cluster.site import Site
 from tests.pipelines.test_doctor import cluster, play, quick

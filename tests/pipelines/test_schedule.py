@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from components.images import PADDLE
 from lathe_base.errors import Code
-from pipelines.cluster.kube_context import open_cluster
 from pipelines.cluster.schedule import OWNER, app, stale_schedules
+from pipelines.cluster.server import open_cluster
 from tests.pipelines.test_golden import body
 from tests.support.errors import raises
 from tests.support.fake_kubernetes import FakeKubernetes

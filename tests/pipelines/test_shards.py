@@ -18,10 +18,8 @@ from lathe_base.config.recipe import load_recipe
 from lathe_base.storage import sha256, write_text
 from lathe_base.storage.ownership import ATTESTATIONS
 from pipelines.cluster import resume
-from pipelines.cluster.upload import version_name
-from pipelines.commands.variants import choose_variant
-from pipelines.compiler.compile import FUNCTIONS, build
-from pipelines.compiler.graph import mermaid
+from pipelines.cluster.submit import choose_variant, version_name
+from pipelines.compiler.compile import FUNCTIONS, build, mermaid
 from pipelines.steps.resources import Variant
 from tests.pipelines.test_resume import FIRST, PARAMETERS, RUN, SECOND
 from tests.pipelines.test_run import ended_within, processes, ran, start

@@ -10,7 +10,8 @@ from components.plan import plan
 from lathe.model.config import GPTConfig
 from lathe.train.shape import model_config
 from lathe_base.config.recipe import load_recipe
-from pipelines.commands.variants import launch_settings, with_machines
+from pipelines.cluster.doctor import launch_settings
+from pipelines.cluster.submit import with_machines
 from tests.support.compiled import pods
 
 NO_GPUS = "Launch.gpus_per_node=0"
@@ -127,6 +128,6 @@ def test_submitted_runs_have_their_machines_as_parameters() -> None:
 
 def test_the_pods_of_an_unknown_model_get_a_usual_amount(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr("pipelines.commands.variants.STORE_SECONDS", 0.5)
+    monkeypatch.setattr("pipelines.cluster.doctor.STORE_SECONDS", 0.5)
     _, requests = launch_settings("qat", {"model": "s3://models/gpt", "overrides": []})
     assert (requests["training_memory"], requests["cpu_memory"]) == ("32768Mi", "8192Mi")

@@ -12,11 +12,9 @@ from typer.testing import CliRunner
 from components.images import PADDLE, TRAIN
 from lathe_base.config.recipe import load_recipe
 from lathe_base.storage import list_uris, sha256
-from pipelines.cluster import upload
 from pipelines.cluster.server import VARIABLES
-from pipelines.cluster.submit import app
-from pipelines.compiler.code import code_digest
-from pipelines.compiler.compile import build
+from pipelines.cluster.submit import app, version_name
+from pipelines.compiler.compile import build, code_digest
 from pipelines.steps.resources import Variant
 from tests.support import fake_kfp, warm
 from tests.support.fake_kfp import frame, task
@@ -458,20 +456,20 @@ def test_the_version_names_the_commit_and_what_differs_from_it(tmp_path, monkeyp
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    monkeypatch.setattr(upload, "REPOSITORY", tmp_path)
-    assert upload.version_name(Variant()) == "unversioned"
+    monkeypatch.setattr("pipelines.cluster.submit.REPOSITORY", tmp_path)
+    assert version_name(Variant()) == "unversioned"
     git("init", "-q")
     (tmp_path / "a").write_text("1")
     git("add", "a")
     git("commit", "-qm", "one")
     commit = git("rev-parse", "--short=12", "HEAD").strip()
-    assert upload.version_name(Variant()) == commit
-    assert upload.version_name(Variant(code="0" * 64)) == commit
+    assert version_name(Variant()) == commit
+    assert version_name(Variant(code="0" * 64)) == commit
     names = set()
     for file, text in (("a", "2"), ("a", "3"), ("b", "new"), ("b", "newer")):
         (tmp_path / file).write_text(text)
-        names.add(upload.version_name(Variant()))
-    names.add(upload.version_name(Variant(engine="paddle")))
+        names.add(version_name(Variant()))
+    names.add(version_name(Variant(engine="paddle")))
     assert len(names) == 5
     assert all(re.fullmatch(commit + "-dirty-[0-9a-f]{8}(-[0-9a-f]{8})?", n) for n in names)
 

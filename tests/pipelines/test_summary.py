@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.commands.summary import show
+from pipelines.local.run import show
 
 
 @pytest.mark.parametrize(

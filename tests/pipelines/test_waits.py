@@ -17,7 +17,7 @@ from kubernetes import client as kubernetes
 from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster import api, doctor, nodes
 from lathe_launch.cluster.api import Cluster
-from pipelines.cluster import kube_context, registry, server
+from pipelines.cluster import registry, server
 from pipelines.cluster.pods import open_pods
 from pipelines.cluster.server import TokenFile, answers, connect, pages, token_expiry
 from tests.support import silent
@@ -39,13 +39,11 @@ def list_runs(url: str) -> object:
 REQUESTS = {
     "sign in": lambda url: connect(),
     "list runs": list_runs,
-    "list pods": lambda url: kube_context.open_cluster("lathe").pods(),
+    "list pods": lambda url: server.open_cluster("lathe").pods(),
     "find pods": lambda url: open_pods("run", "lathe", None),
-    "read a ConfigMap": lambda url: kube_context.config_map(
-        kube_context.open_cluster("lathe"), "kfp-launcher"
-    ),
+    "read a ConfigMap": lambda url: server.config_map(server.open_cluster("lathe"), "kfp-launcher"),
     "list nodes": lambda url: nodes.gpu_memory("gpu"),
-    "look for JobSet": lambda url: doctor.check_jobset(kube_context.open_cluster("lathe")),
+    "look for JobSet": lambda url: doctor.check_jobset(server.open_cluster("lathe")),
     "ask a registry": lambda url: registry.check_image(f"{url.removeprefix('http://')}/lathe:1"),
 }
 
@@ -57,10 +55,10 @@ def test_a_silent_server_ends_every_request(name, monkeypatch, tmp_path: Path) -
         (server, "SIGN_IN_TIMEOUT"),
         (doctor, "TIMEOUT"),
         (nodes, "TIMEOUT"),
-        (kube_context, "TIMEOUT"),
+        (server, "KUBE_TIMEOUT"),
     ):
         monkeypatch.setattr(module, constant, (LIMIT, LIMIT))
-    monkeypatch.setattr(kube_context, "PATIENCE_SECONDS", LIMIT)
+    monkeypatch.setattr(server, "KUBE_PATIENCE_SECONDS", LIMIT)
     monkeypatch.setattr(registry, "SECONDS", LIMIT)
     for variable in ("LATHE_KFP_TOKEN_FILE", "LATHE_KFP_COOKIES", "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(variable, raising=False)
