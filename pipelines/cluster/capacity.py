@@ -25,6 +25,9 @@ GIB = 1 << 30
 PARAMETER = re.compile(r"pipelinechannel--(?:inputs-)?(\w+)'")
 """A parameter in a container's resources, with the name of an output of the component `inputs`."""
 TRAINJOB = "the TrainJob"
+COMPUTE = ("cpu", "memory", "ephemeral-storage")
+"""Resources that every pod has to request, or limit, where a quota has them."""
+COUNTS = ("pods", "count/pods")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def resource_needs(
     for name, container in step_containers(pipeline).items():
         resources = container.get("resources", {})
         if amounts := _amounts(resources, "Request", requests):
+            # Steps that request the same are one need, under the name of the first.
             key = tuple(sorted(amounts.items()))
             needs.setdefault(key, Need(name, 1, amounts, _amounts(resources, "Limit", requests)))
     all_needs = list(needs.values())
@@ -136,7 +140,20 @@ def _nodes(
     cluster: Cluster, needs: list[Need], pool: Pool, placement: Placements
 ) -> Iterator[Finding]:
     nodes = _listed(cluster, "list_node")
-    yield from _placement(nodes, placement, bool(pool.gpus))
+    # Parts of the recipe's placement that no node satisfies, then of single steps' own.
+    has_gpus = bool(pool.gpus)
+    findings = doubts(nodes, placement, has_gpus)
+    for name, step_placement in placement.steps.items():
+        said = {finding.said for finding in findings}
+        asks = has_gpus and "gpu_resource" in step_placement.model_fields_set
+        findings += [
+            replace(finding, said=finding.said.replace("Launch.", f"Launch.steps.{name}.", 1))
+            for finding in doubts(nodes, placement.of_step(name), asks)
+            if finding.said not in said
+        ]
+    if not findings and placement != Placements():
+        findings = [Finding("placement", "ok")]
+    yield from findings
     try:
         running, caveat = _listed(cluster, "list_pod_for_all_namespaces"), ""
     except UserError:
@@ -152,28 +169,6 @@ def _listed(cluster: Cluster, method: str, *arguments: str) -> list[Any]:
         raise UserError(f"{NOT_CHECKED}{error.what}", error.hint, error.code) from None
 
 
-def _placement(nodes: list[Any], placement: Placements, has_gpus: bool) -> Iterator[Finding]:
-    """Parts of the recipe's placement, or of a single step's, that no node satisfies."""
-    findings = doubts(nodes, placement, has_gpus)
-    for name, step_placement in placement.steps.items():
-        said = {finding.said for finding in findings}
-        asks = has_gpus and "gpu_resource" in step_placement.model_fields_set
-        step_findings = doubts(nodes, placement.of_step(name), asks)
-        findings += [
-            replace(finding, said=finding.said.replace("Launch.", f"Launch.steps.{name}.", 1))
-            for finding in step_findings
-            if finding.said not in said
-        ]
-    if not findings and placement != Placements():
-        findings = [Finding("placement", "ok")]
-    yield from findings
-
-
-COMPUTE = ("cpu", "memory", "ephemeral-storage")
-"""Resources that every pod has to request, or limit, where a quota has them."""
-COUNTS = ("pods", "count/pods")
-
-
 def _refused(quota: Any, need: Need) -> Iterator[Finding]:
     hard, used = quota.status.hard or {}, quota.status.used or {}
     asked: Amounts = dict.fromkeys(COUNTS, Decimal(1))
@@ -186,6 +181,7 @@ def _refused(quota: Any, need: Need) -> Iterator[Finding]:
     for key, wanted in total.items():
         if key not in hard:
             continue
+        # Broken if the whole quota is too small; otherwise other runs have to end first.
         allowed = parse_quantity(hard[key])
         if wanted > allowed - parse_quantity(used.get(key, "0")):
             said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
@@ -212,15 +208,14 @@ def _room(
     free = {node.metadata.name: _free(node, running) for node in nodes}
     short = False
     for need in needs:
-        step_placement, node_pool = (
-            placement.of_step(need.stage),
-            pool.node_pool if need.gpus else None,
-        )
+        step_placement = placement.of_step(need.stage)
+        node_pool = pool.node_pool if need.gpus else None
         usable = [
             n.metadata.name for n in nodes if takes(n, step_placement, node_pool, bool(need.gpus))
         ]
         places = 0  # pods with these requests that fit
         for name in usable:
+            # How often the requests fit into what is left, by the scarcest resource.
             amounts = need.amounts | ({"pods": Decimal(1)} if "pods" in free[name] else {})
             shares = [free[name].get(key, Decimal(0)) // n for key, n in amounts.items() if n]
             places += max(0, int(min(shares, default=Decimal(1))))

@@ -257,6 +257,7 @@ def step_pod(
     }
     if placement.priority_class:
         spec["priorityClassName"] = placement.priority_class
+    # Without a sidecar: it would outlive the program, and the pod would never end.
     metadata: dict[str, Any] = {
         "name": f"{DOCTOR}-{uuid.uuid4().hex[:8]}",
         "labels": STEP_LABELS,
@@ -281,6 +282,7 @@ def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
             return
         yield from (Finding(f"image {image}", "ok", "pulled") for image in images)
         lines: list[str] = []
+        # The program's findings are lines of its log.
         log = LogFollower(cluster, name, CONTAINER, lines.append)
         log.start()
         code = _wait_for_end(cluster, name)
@@ -337,7 +339,7 @@ def _wait_for_start(cluster: Cluster, name: str) -> Finding | None:
                 hint = "create what is missing: docs/how-to/cluster-install.md#secrets"
                 what = "secrets and settings"
                 return Finding(what, "broken", f"{reason}: {said}", hint, Code.NOT_FOUND)
-        if waited > STARTING_SECONDS:
+        if waited > STARTING_SECONDS:  # pulled slowly, or a volume that cannot be mounted
             said = "; ".join(cluster.warnings(name)[-2:]) or "no events explain why"
             raise StageError(
                 f"pod {name} has not started after {STARTING_SECONDS:.0f} s: {said}", Code.TIMEOUT
@@ -402,13 +404,13 @@ def main(
         arguments, root = with_store(arguments, root)
         arguments = with_machines(pipeline, arguments)
         variant, pool = choose_variant(pipeline, arguments), Pool.from_arguments(arguments)
-        launch, requests = launch_settings(pipeline, arguments)
+        launch, requested = launch_settings(pipeline, arguments)
         if variant.engine == "paddle" and launch.runtime is None:
             launch = launch.model_copy(update={"runtime": paddle_backend.TRAINJOB_RUNTIME})
         namespace = os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW
         cluster = replace(open_cluster(namespace), role="lathe-doctor")
         built = build(pipeline, variant)
-        doctor = Doctor(cluster, built, pool, variant.placement, launch, requests, root, inside)
+        doctor = Doctor(cluster, built, pool, variant.placement, launch, requested, root, inside)
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
         findings = list(run_checks(doctor.checks()))
     wide_console(COLUMNS).print(findings_table(findings))

@@ -89,10 +89,19 @@ def follow(client: Client, run_id: str, logs: bool = True) -> str:
     if pods is None:
         show(f"no logs, and no steps after a condition: {pods_or_reason}")
     progress = Progress()
-    wait = FIRST_WAIT_SECONDS
+    wait = FIRST_WAIT_SECONDS  # longer while nothing changes
     while True:
         run = _get_run(client, run_id)
-        steps = _steps(run, pods)
+        # The steps of pods, which know more; those without a pod, which came from the cache, are
+        # those of Pipelines' tasks. A step in a loop is one task, and `tokenize 2` among the pods.
+        by_name = {step.name: step for step in list_steps(run)}
+        if pods:
+            with suppress(UserError, StageError):  # which pass, as the run's own answer does
+                pod_steps = {step.name: step for step in pods.steps()}
+                for looped in {name.partition(" ")[0] for name in pod_steps if " " in name}:
+                    by_name.pop(looped, None)
+                by_name |= pod_steps
+        steps = list(by_name.values())
         for line in progress.feed(steps):
             show(line)
             wait = FIRST_WAIT_SECONDS
@@ -138,6 +147,7 @@ def explain_failure(
                 yield f"  hint: {_resume_hint(run)}"
             yield f"the whole log: kubectl -n {namespace} logs {step.pod} -c main"
             continue
+        # Without access to the pods, Pipelines' own server may have the log.
         for pod in _pods_below(run, step):
             if log := _read_log(client, run.run_id, pod):
                 words = StageLog()
@@ -146,7 +156,7 @@ def explain_failure(
                     deque(words.feed(line), maxlen=0)  # what it would print is not of interest
                 yield coded(words.error())
                 break
-        else:
+        else:  # no log could be read: say how
             pods_of_step = f"-l pipeline/runid={run.run_id},lathe/stage={step.name} -c main"
             log = f"{step.name}: its log: kubectl -n {namespace} logs {pods_of_step}"
             yield coded(StageError(log, Code.FAILED))
@@ -197,6 +207,7 @@ def _read_log(client: Client, run_id: str, pod: str) -> str:
             )  # fmt: skip
         except (kfp_server_api.ApiException, urllib3.exceptions.HTTPError):
             continue
+        # HTML is a page of the UI, which has no such path.
         if "html" not in response.headers.get("Content-Type", ""):
             return str(response.data.decode(errors="replace"))
     return ""
@@ -220,6 +231,7 @@ class Progress:
                 if step.why and (before is None or before.why != step.why):
                     yield f"{_clock(datetime.now(UTC))}  {step.name} waits: {step.why}"
                 continue
+            # One poll may see several changes: a step that is new here may have ended already.
             if before is None or before.state == "PENDING":
                 yield f"{_clock(step.begun)}  {step.name}"
             elif before.attempt != step.attempt:
@@ -254,20 +266,8 @@ def list_steps(run: Any) -> list[Step]:
     ]
 
 
-def _steps(run: Any, pods: Pods | None) -> list[Step]:
-    """The steps, from pods if they can be read; those without a pod, which came from the cache,
-    from tasks."""
-    steps = {step.name: step for step in list_steps(run)}
-    if pods:
-        with suppress(UserError, StageError):  # which pass, as the run's own answer does
-            pod_steps = {step.name: step for step in pods.steps()}
-            in_loops = {name.partition(" ")[0] for name in pod_steps if " " in name}
-            steps = {name: step for name, step in steps.items() if name not in in_loops} | pod_steps
-    return list(steps.values())
-
-
 def _time(time: datetime | None) -> datetime | None:
-    """A time; None for Go's zero time."""
+    """A time; None for Go's zero time, which is in the year 1."""
     return time if time and time.year > 1 else None
 
 
@@ -308,7 +308,7 @@ def follow_to_end(client: Client, run_id: str, logs: bool) -> None:
     try:
         with answers():
             state = follow(client, run_id, logs)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # 130 is 128 + SIGINT, as in a shell
         fail(
             f"stopped following; the run continues: {page}\ncome back: make follow RUN={run_id}",
             130,

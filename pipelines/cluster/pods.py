@@ -5,7 +5,7 @@ Kubernetes API has all of these, if the user may read pods.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -89,19 +89,21 @@ class Pods:
         steps: dict[str, Step] = {}
         for pod in pods:
             if STAGE not in (pod.metadata.labels or {}):
+                # One of Pipelines' own, such as a driver: of interest only if it cannot start.
                 path = (pod.metadata.annotations or {}).get(NODE, pod.metadata.name)
-                own = _step(re.sub(r"\(\d+\)$", "", path).rpartition(".")[2], pod, 0)
-                if own.state == "PENDING" and own.why:
-                    steps[own.name] = own
+                system = _step(re.sub(r"\(\d+\)$", "", path).rpartition(".")[2], pod, 0)
+                if system.state == "PENDING" and system.why:
+                    steps[system.name] = system
                 continue
             # In a loop, the iteration is part of the name: `tokenize 2`.
             path = (pod.metadata.annotations or {}).get(NODE, "")
             turns = [str(int(turn) + 1) for turn in TURN.findall(path)]
             name = " ".join([pod.metadata.labels[STAGE], *turns])
+            # Each attempt has a pod: sorted by their creation, the last one stays.
             attempt = steps[name].attempt + 1 if name in steps else 0
             steps[name] = _step(name, pod, attempt)
         for name, step in steps.items():
-            if step.why == GATED:
+            if step.why == GATED:  # by Kueue, which knows what the pod waits for
                 queue = next(p for p in pods if p.metadata.name == step.pod).metadata.labels
                 what = f"for quota in the queue {queue.get(QUEUE, 'of its scheduling gate')}"
                 why = why_queued(self._cluster, "Pod", step.pod)
@@ -112,7 +114,7 @@ class Pods:
             log = self._logs.get(step.pod)
             if log is None and step.state == "RUNNING":
                 self._read(step, self._emit)
-            elif log and step.state != "RUNNING":
+            elif log and step.state != "RUNNING":  # its last lines before its result
                 log.follower.finish(LOG_SECONDS)
         return list(steps.values())
 
@@ -130,8 +132,18 @@ class Pods:
             workflows = self._cluster.workflows(f"{RUN}={self._run_id}")
         except (UserError, StageError):
             return []
+        # The last words of Pipelines' own pods that failed, which say more than Argo does.
+        said: list[str] = []
+        read = kubernetes.CoreV1Api(self._cluster.api).read_namespaced_pod_log
+        for pod in self._cluster.pods(f"{RUN}={self._run_id}"):
+            if STAGE in pod.metadata.labels or pod.status.phase != "Failed":
+                continue
+            name, namespace = pod.metadata.name, self._cluster.namespace
+            with suppress(UserError, StageError):
+                log = self._cluster.ask(read, name, namespace, container=CONTAINER, tail_lines=200)
+                said += FATAL.findall(log)
         statuses = [workflow.get("status", {}) for workflow in workflows]
-        said = [*self._driver_errors(), *(status.get("message", "") for status in statuses)]
+        said += [status.get("message", "") for status in statuses]
         for status in statuses:
             nodes = status.get("nodes") or {}
             said += [
@@ -141,17 +153,6 @@ class Pods:
                 if node.get("message")
             ]
         return list(dict.fromkeys(" ".join(text.split()) for text in said if text))[:5]
-
-    def _driver_errors(self) -> Iterator[str]:
-        """The fatal errors in the logs of Pipelines' own pods that failed."""
-        read = kubernetes.CoreV1Api(self._cluster.api).read_namespaced_pod_log
-        for pod in self._cluster.pods(f"{RUN}={self._run_id}"):
-            if STAGE in pod.metadata.labels or pod.status.phase != "Failed":
-                continue
-            name, namespace = pod.metadata.name, self._cluster.namespace
-            with suppress(UserError, StageError):
-                log = self._cluster.ask(read, name, namespace, container=CONTAINER, tail_lines=200)
-                yield from FATAL.findall(log)
 
     def figures(self, names: Collection[str]) -> dict[str, dict[str, float]]:
         """The metrics in the logs of those steps, by step.
@@ -175,6 +176,7 @@ class Pods:
         pods = self._cluster.pods(f"{RUN}={self._run_id},{STAGE}")
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
         killed: dict[str, str] = {}
+        # Of several attempts, the last.
         for step, pod in {pod.metadata.labels[STAGE]: pod for pod in pods}.items():
             state = _main_state(pod)
             if state and state.terminated and state.terminated.reason == OOM:
@@ -258,6 +260,7 @@ def _main_state(pod: Any) -> Any:
 
 def _why(pod: Any, state: Any) -> str:
     if state and state.terminated and state.terminated.exit_code:
+        # Error says no more than the exit code; OOMKilled does.
         reason = state.terminated.reason
         detail = f" ({reason})" if reason not in (None, "Error") else ""
         return f"exit code {state.terminated.exit_code}{detail}"

@@ -100,6 +100,7 @@ class Preflight:
         """Settings, backend support, and layout on the pool of one of the pipeline's recipes."""
         arguments, pool = self.arguments, Pool.from_arguments(self.arguments)
         has_chats = bool(arguments.get("chat"))
+        # Loaded once, by the first check; the others come after it.
         settings = cache(lambda: load_recipe(recipe, arguments["overrides"]))
 
         def check(what: str, run: Callable[[], object], after: str = recipe) -> Check:
@@ -109,16 +110,23 @@ class Preflight:
         yield check("paths", lambda: check_paths(settings(), arguments))
         if key == "recipe":
             yield check("steps", lambda: check_steps(settings()))
-            sources = {
-                "corpus": lambda: settings().Prepare.source,
-                "tokenizer": lambda: settings().Prepare.tokenizer,
-            }
-            # The tokenizer of conversations is the model's, unless one is given.
-            for what, source in () if has_chats else sources.items():
+
+            # What the recipe names, the cluster has to reach, unless an argument replaces it. The
+            # tokenizer of conversations is the model's.
+            def check_source(what: str, field: str) -> None:
+                self._check_reachable(what, getattr(settings().Prepare, field))
+
+            def check_tasks() -> None:
+                for option in settings().Offline_Eval.tasks:
+                    self._check_reachable(TASKS, option.partition("=")[2])
+
+            sources = {} if has_chats else {"corpus": "source", "tokenizer": "tokenizer"}
+            for what, field in sources.items():
                 if argument(self.name, what) is not None and not arguments.get(what):
-                    yield check(what, partial(self._check_source, what, source))
-            yield check(TASKS, lambda: self._check_tasks(settings()))
+                    yield check(what, partial(check_source, what, field))
+            yield check(TASKS, check_tasks)
             yield check("keys", lambda: _check_keys(recipe, settings()))
+        # Whether the recipe's engine supports what its steps do; of a search, that is one question.
         stages = {step.stage for step in placed_steps(self.name, has_chats) if step.recipe == key}
         for verb in sorted({"compress"} if (self.name, key) == SEARCHED else stages):
             yield check(verb, partial(_check_support, recipe, verb, settings, pool))
@@ -166,16 +174,10 @@ class Preflight:
         elif not os.environ.get("AWS_ACCESS_KEY_ID") and "LATHE_S3_SECRET_DIR" not in os.environ:
             raise StageError(f"AWS_ACCESS_KEY_ID is not set here for {root}", Code.MISSING_OPTION)
         else:
+            # Only a write shows that a key may write.
             probe = f"{root.rstrip('/')}/.lathe-probe-{uuid.uuid4().hex}"
             storage.write_text(probe, "")
             storage.remove(probe)
-
-    def _check_source(self, key: str, source: Callable[[], str]) -> None:
-        self._check_reachable(key, source())
-
-    def _check_tasks(self, recipe: Recipe) -> None:
-        for option in recipe.Offline_Eval.tasks:
-            self._check_reachable(TASKS, option.partition("=")[2])
 
     def _check_reachable(self, key: str, value: str) -> None:
         location = locate(value.removeprefix(NEWEST)).location

@@ -54,6 +54,7 @@ def parse(image: str) -> Reference:
         registry, path = DOCKER_HUB, name
     if registry in (DOCKER_HUB, *ALIASES):
         registry, path = DOCKER_HUB, path if "/" in path else f"library/{path}"
+    # With both a tag and a digest, the digest counts.
     path, _, tag = path.partition(":")
     return Reference(registry, path, digest or tag or "latest")
 
@@ -81,6 +82,7 @@ def image_labels(image: str) -> dict[str, str]:
     """
     reference = parse(image)
     manifest = _read(image, f"manifests/{reference.tag}")
+    # An index of platforms, then the platform's manifest, then its configuration.
     try:
         if "manifests" in manifest:
             digests = {
@@ -113,6 +115,7 @@ def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse
     try:
         response = _request(method, url, headers)
         if response.status == 401:
+            # Most registries want a token even of anonymous clients.
             token = _token(response.headers.get("WWW-Authenticate", ""))
             headers["Authorization"] = f"Bearer {token}"
             response = _request(method, url, headers)
@@ -136,6 +139,7 @@ def _ask(image: str, path: str, method: str = "GET") -> urllib3.BaseHTTPResponse
 def _request(
     method: str, url: str, headers: dict[str, str] | None = None
 ) -> urllib3.BaseHTTPResponse:
+    # Blobs are often redirected to a store; nothing else is repeated, this is only a check.
     redirected = urllib3.Retry(total=3, connect=False, read=False, status=False, other=False)
     http = pool(1, SECONDS, address=url)
     return http.request(method, url, headers=headers, retries=redirected)

@@ -113,6 +113,7 @@ def _readable(root: str) -> str:
             "Amazon's",
             Code.UNAUTHORIZED,
         )
+    # minio:// is Pipelines' own store, whose address is known within the cluster only.
     if scheme == "minio" and not os.environ.get("AWS_ENDPOINT_URL"):
         raise UserError(
             f"{root}: the store's address as seen from this machine is not set",

@@ -7,7 +7,7 @@ The outputs are always those of that run, regardless of Pipelines' cache.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -41,7 +41,7 @@ def steps_to_take(name: str, location: str, earlier: Sequence[str] = ()) -> dict
         UserError: the store does not answer.
     """
     finished: dict[str, Outputs] = {}
-    for where in (*earlier, location):
+    for where in (*earlier, location):  # the run's own results replace earlier ones
         addresses = within(STORE_SECONDS, where, lambda where=where: list(list_objects(where)))
         finished |= finished_steps(where, addresses)
     left = {*NOT_REUSED}
@@ -81,12 +81,6 @@ def _compiled(client: Client, run: Any) -> dict[str, Any]:
             version.pipeline_id, version.pipeline_version_id
         ).pipeline_spec
     return dict(found or {})
-
-
-def _earlier_places(compiled: Mapping[str, Any], root: str) -> list[str]:
-    """Locations of the artifacts that a resumed run imports: one folder for each earlier run."""
-    text = json.dumps(compiled)
-    return sorted(set(re.findall(rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)', text)))
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -133,7 +127,10 @@ def main(
         if not memory and not is_forced:
             require_enough_memory(client, run)
         root = f"{ResultsReader(client).artifact_root(before)}/{name}"
-        taken = steps_to_take(name, f"{root}/{run}/", _earlier_places(compiled, root))
+        # A run that was resumed itself imports artifacts of earlier ones: a folder for each.
+        pattern = rf'"({re.escape(root)}/[0-9a-f-]{{36}}/)'
+        earlier = sorted(set(re.findall(pattern, json.dumps(compiled))))
+        taken = steps_to_take(name, f"{root}/{run}/", earlier)
         # A step that Pipelines took from its cache has no outputs below this run's folder.
         nothing = "nothing; cached steps are taken from the cache again"
         print(f"reused from {run}: {', '.join(sorted(taken)) or nothing}")

@@ -158,9 +158,12 @@ def _cluster_run(reader: ResultsReader, run: Any, pods: Mapping[str, Mapping[str
         missing = error.line
     except StageError as error:
         missing = str(error)
+    # An override is a parameter of its own, and so is a setting of a recipe passed as its text.
     parameters = (run.runtime_config and run.runtime_config.parameters) or {}
     overrides = parameters.get("overrides") or []
     values = {key: str(value) for key, value in parameters.items() if key != "overrides"}
+    for key in [key for key, value in values.items() if "\n" in value]:
+        values |= _recipe_settings(key, values.pop(key))
     # A step that failed has recorded nothing; its pods know more than Pipelines does.
     failed = {step.name: step for step in list_steps(run) if step.state == "FAILED"}
     seconds = {
@@ -170,9 +173,8 @@ def _cluster_run(reader: ResultsReader, run: Any, pods: Mapping[str, Mapping[str
     }
     usage = {name: Usage(hours=s / 3600) for name, s in seconds.items()}
     usage |= {**pods.get(run.run_id, {}), **results.usage}
+    # The zero time stands for a run that has not ended.
     ended = run.finished_at if run.finished_at and run.finished_at.year > 1970 else None
-    for key in [key for key, value in values.items() if "\n" in value]:
-        values |= _recipe_settings(key, values.pop(key))
     return Run(
         run.run_id,
         run.display_name,
@@ -214,20 +216,18 @@ def runs_table(runs: list[Run]) -> Table:
     for i, run in enumerate(runs):
         took = "" if run.seconds is None else str(timedelta(seconds=int(run.seconds)))
         begun = f"{run.begun.astimezone():%Y-%m-%d %H:%M}"
-        verdict = run.results.verdict or "-"
-        figures = [*_figures(run.results), *(cells[i] for cells in used.values())]
-        table.add_row(run.id, run.name, run.state, begun, took, verdict, *figures)
+        verdict = run.results.verdict or ABSENT
+        model = [ABSENT] * (1 + len(METRIC_COLUMNS))
+        if rows := run.results.rows:
+            # The last model, with ratios to the first.
+            cells = {column.title: column.cell(rows[-1], rows[0]) for column in columns(rows)}
+            model = [rows[-1].name] + [
+                f"{cell.value} {cell.ratio}".strip() if (cell := cells.get(title)) else ABSENT
+                for title in METRIC_COLUMNS
+            ]
+        usage = [shares[i] for shares in used.values()]
+        table.add_row(run.id, run.name, run.state, begun, took, verdict, *model, *usage)
     return table
-
-
-def _figures(results: Results) -> list[str]:
-    """The last model's name and metrics, with ratios to the first model's."""
-    if not results.rows:
-        return ["-"] * (1 + len(METRIC_COLUMNS))
-    first, last = results.rows[0], results.rows[-1]
-    cells = {column.title: column.cell(last, first) for column in columns(results.rows)}
-    shown = [f"{c.value} {c.ratio}".strip() if (c := cells.get(t)) else "-" for t in METRIC_COLUMNS]
-    return [last.name, *shown]
 
 
 def comparison_table(
@@ -254,17 +254,7 @@ def comparison_table(
     table.add_section()
     if any(result.verdict for result in results):
         table.add_row("gate", *(result.verdict or ABSENT for result in results))
-    for title, figures in _compared_figures(results):
-        table.add_row(title, *figures)
-    table.add_section()
-    for step in dict.fromkeys(step for steps in usage for step in steps):
-        used = {str(i): steps.get(step, Usage()) for i, steps in enumerate(usage)}
-        for title, cells in shown(used):
-            table.add_row(f"{step}: {title}", *cells[:-1])
-    return table
-
-
-def _compared_figures(results: Sequence[Results]) -> Iterator[tuple[str, list[str]]]:
+    # Models of the same name beside each other, with ratios to the first run that has one.
     for name in dict.fromkeys(row.name for result in results for row in result.rows):
         models = [
             next((row for row in result.rows if row.name == name), None) for result in results
@@ -272,10 +262,17 @@ def _compared_figures(results: Sequence[Results]) -> Iterator[tuple[str, list[st
         known = [model for model in models if model]
         for column in columns(known):
             figures = [str(column.cell(m, known[0])) if m else ABSENT for m in models]
-            yield f"{name}: {column.title}", figures
+            table.add_row(f"{name}: {column.title}", *figures)
     best = [result.best or {} for result in results]
     for name in dict.fromkeys(name for metrics in best for name in metrics):
-        yield f"chosen: {name}", [f"{f[name]:.4g}" if name in f else ABSENT for f in best]
+        figures = [f"{metrics[name]:.4g}" if name in metrics else ABSENT for metrics in best]
+        table.add_row(f"chosen: {name}", *figures)
+    table.add_section()
+    for step in dict.fromkeys(step for steps in usage for step in steps):
+        used = {str(i): steps.get(step, Usage()) for i, steps in enumerate(usage)}
+        for title, cells in shown(used):
+            table.add_row(f"{step}: {title}", *cells[:-1])  # without their sum
+    return table
 
 
 def fetch_report(run: Run, output: Path) -> None:

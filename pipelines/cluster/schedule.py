@@ -62,6 +62,7 @@ def set_schedule(submission: Submission, name: str, cron: str) -> int:
         the number of recurring runs that it replaced.
     """
     client = submission.client
+    # The old ones stop first: at no time may two start runs.
     old = schedules(client, name)
     with _disabled(client, old):
         models = client.api_models
@@ -70,7 +71,7 @@ def set_schedule(submission: Submission, name: str, cron: str) -> int:
                 display_name=name,
                 mode=models.RecurringRunMode.ENABLE,
                 trigger=models.V2beta1Trigger(cron_schedule=models.V2beta1CronSchedule(cron=cron)),
-                no_catchup=True,
+                no_catchup=True,  # no runs for times that it has missed
                 max_concurrency="1",
                 namespace=client.namespace,
                 **submission.request(),
@@ -146,6 +147,7 @@ def stale_schedules(cluster: Cluster) -> str:
     runs = [run for run in found["workflows"] if OWNER not in run["metadata"].get("labels", {})]
     if not runs or not found[SCHEDULED[2]]:
         return "none to compare"
+    # Runs that no schedule has created have what Pipelines gives now.
     newest = max(runs, key=lambda run: str(run["metadata"].get("creationTimestamp")))
     current = _images(newest)
     stale = {
@@ -175,7 +177,7 @@ def _disabled(client: Client, listed: list[Any]) -> Iterator[None]:
         for schedule in active:
             client.recurring_runs.recurring_run_service_disable_recurring_run(schedule)
         yield
-    except BaseException:
+    except BaseException:  # Ctrl-C too: a schedule must not stay disabled
         for schedule in active:
             client.recurring_runs.recurring_run_service_enable_recurring_run(schedule)
         raise
@@ -206,6 +208,7 @@ class Cron:
             on = of_month or of_week if self.any_day_is_enough else of_month and of_week
             if not on or day.month not in self.months:
                 continue
+            # The day matches: all of its times, in order.
             for hour in sorted(self.hours):
                 for minute in sorted(self.minutes):
                     for second in sorted(self.seconds):
@@ -237,6 +240,7 @@ def parse_cron(text: str) -> Cron:
     )
     free = [part[0] in "*?" for part in (parts[3], parts[5])]
     cron = Cron(second, minute, hour, day, month, weekday, any_day_is_enough=not any(free))
+    # From a leap year on: February 30th never comes, but the 29th does.
     if not any(True for _ in cron.after(datetime(2024, 1, 1, tzinfo=UTC))):
         raise UserError(f"cron {text!r}: this date does not exist", CRON_HINT, Code.INVALID_VALUE)
     return cron
@@ -254,7 +258,7 @@ def _values(
                 f"cron {text!r}: {name}: {item!r} is not valid", CRON_HINT, Code.INVALID_VALUE
             )
         first, last, step = match.groups()
-        begin: int | None = low
+        begin: int | None = low  # None for a name that does not exist
         end: int | None = high
         if first not in "*?":
             begin = _number(first, low, names)

@@ -100,9 +100,10 @@ class Client(kfp.Client):
         """KFP's connection settings, plus what it does not support: proxies and certificate
         authorities from the environment and the kubeconfig file."""
         settings = super()._load_config(*arguments)
-        # A read is repeated once only: an answer that never comes must not take minutes.
+        # A silent server is asked twice, not four times: TIMEOUT is half a minute.
         settings.retries = urllib3.Retry(3, read=1)
         if not endpoint() and not IN_CLUSTER.is_file():
+            # Through the Kubernetes API's own proxy to the service, as KFP does.
             load_kubeconfig(settings, os.environ.get("LATHE_KFP_CONTEXT"))
             settings.host += "/" + self._KUBE_PROXY_PATH.format(KUBEFLOW)
             return settings
@@ -142,6 +143,7 @@ def token_expiry() -> datetime | None:
         return None
     try:
         _, payload, _ = Path(path).read_text(encoding="utf-8").strip().split(".")
+        # Base64 in tokens has no padding, which Python requires.
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
         return datetime.fromtimestamp(claims["exp"], UTC)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
@@ -229,7 +231,7 @@ def connect() -> Client:
             namespace=KUBEFLOW,
         )
         _choose_namespace(client, client.get_kfp_healthz().multi_user)
-        # The health check needs no authentication; this does.
+        # The health check needs no authentication; this does, so that a wrong token is told here.
         client.experiments.experiment_service_list_experiments(
             page_size=1, namespace=client.namespace
         )
@@ -243,7 +245,7 @@ def is_configured() -> bool:
 
 def _choose_namespace(client: Client, is_multi_user: bool | None) -> None:
     namespace = os.environ.get("LATHE_KFP_NAMESPACE")
-    if is_multi_user is None:
+    if is_multi_user is None:  # the client has made an empty answer of some other page
         raise UserError(
             f"{_asked()}: answers, but not as Kubeflow Pipelines: perhaps with a login page",
             SIGN_IN,
@@ -277,7 +279,7 @@ def answers() -> Iterator[None]:
     try:
         yield
     except kfp_server_api.ApiException as error:
-        if error.status in (401, 403):
+        if error.status in (401, 403):  # not signed in, or not allowed
             what = f"{_asked()}: {REFUSALS[error.status]} ({error.status}): {_message(error)}"
             raise UserError(
                 what, _cure(error), Code.UNAUTHORIZED if error.status == 401 else Code.FORBIDDEN
@@ -285,7 +287,7 @@ def answers() -> Iterator[None]:
         raise StageError(
             f"{_asked()}: {error.status} {_message(error)}", Code.SERVER_ERROR
         ) from None
-    except ValueError as error:
+    except ValueError as error:  # http.client refuses a header with a line break
         if "header value" not in str(error):
             raise
         names = [name for name in CREDENTIALS if os.environ.get(name)] or ["the kube context"]
@@ -319,10 +321,12 @@ def _asked() -> str:
 def _cure(error: kfp_server_api.ApiException) -> str:
     """What helps against a 401 or 403: it depends on who answers, and to whom."""
     message = _message(error)
+    # Not signed in: where from depends on how the server is reached.
     if error.status == 401:
         if endpoint():
             return SIGN_IN
         return "renew the kube context's credentials: `kubectl auth whoami` must work"
+    # The Kubernetes API refused, before Pipelines was reached.
     if "services/proxy" in message or "services " in message:
         return (
             f"let this user get and create services/proxy in namespace {KUBEFLOW}, or set "
@@ -333,6 +337,7 @@ def _cure(error: kfp_server_api.ApiException) -> str:
             "the service mesh admits signed-in users only: set LATHE_KFP_ENDPOINT to the gateway, "
             "and LATHE_KFP_TOKEN_FILE or LATHE_KFP_COOKIES"
         )
+    # Pipelines' own answer names what this user may not do.
     names = {
         key: (re.search(rf"\b{key}:([\w.-]+)", message) or [""] * 2)[1] for key in REFUSAL_FIELDS
     }
@@ -350,7 +355,7 @@ def _message(error: kfp_server_api.ApiException) -> str:
     try:
         answer = json.loads(body)
         text = answer.get("message") or answer.get("error")
-    except (TypeError, ValueError, AttributeError):
+    except (TypeError, ValueError, AttributeError):  # not JSON: of a proxy, perhaps a page
         text = "" if "<" in (body or "") else body
     return printable(" ".join(str(text or error.reason).split()), 600)
 

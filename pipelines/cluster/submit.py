@@ -238,6 +238,7 @@ def prepare(
         # The steps' image contains only the built-in recipes: a file is passed as its text.
         is_file = "\n" not in recipe and Path(recipe).is_file()
         parameters[key] = recipe_text(Path(recipe)) if is_file else recipe
+    # Pipelines imports the model itself, by its address.
     if model := arguments.get("model"):
         parameters["model"] = _importable(client, model, root)
     account = variant.placement.service_account or SERVICE_ACCOUNT
@@ -264,6 +265,7 @@ def version_name(variant: Variant) -> str:
     """The commit, a digest of uncommitted changes, and the variant; `unversioned` without a
     repository, as in an image.
     """
+    # Of one commit, there are as many versions as variants that were submitted.
     parts = [_commit()]
     variant = replace(variant, code="")  # which the commit stands for
     if variant != Variant():
@@ -296,6 +298,7 @@ def upload(
     pipeline_id = pipelines[0].pipeline_id
     content = sha256(compiled)
     described = f"{description} sha256:{content}".strip()
+    # First under the plain name, then, if other content has taken that, with the digest.
     for name in (version, f"{version}-{content[:SHORT]}"):
         versions = find(client.pipelines.pipeline_service_list_pipeline_versions,
                         "pipeline_versions", name, pipeline_id=pipeline_id)  # fmt: skip
@@ -331,6 +334,7 @@ def _commit() -> str:
         new = _git("ls-files", "--others", "--exclude-standard").splitlines()
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository: as in an image
         return "unversioned"
+    # `git diff` does not show new files: their contents are part of the digest too.
     files = [REPOSITORY / name for name in new if (REPOSITORY / name).is_file()]
     changes += "".join(sha256(file) for file in files)
     return f"{commit}-dirty-{digest(changes)[:SHORT]}" if changes else commit

@@ -1,7 +1,7 @@
 """Preflight checks of a local run, which report all problems together before any work begins."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ def argument_checks(name: str, arguments: dict[str, Any]) -> Iterator[Check]:
     yield Check("arguments", lambda: wrong_names(name, arguments))
     for key, value in arguments.items():
         if isinstance(value, str):
-            yield Check(key, partial(check_text, key, value), after="arguments")
+            yield Check(key, partial(check_encoding, key, value), after="arguments")
 
 
 def input_checks(
@@ -61,12 +61,13 @@ def input_checks(
         recipes: loads the recipes, by argument.
     """
 
-    def paths(load: Callable[[], Recipe]) -> Callable[[], None]:
-        return lambda: check_paths(load(), arguments)
+    def paths(load: Callable[[], Recipe]) -> None:
+        check_paths(load(), arguments)
 
     for key, load in recipes.items():
         yield Check(key, load)
-        yield Check(f"{key}: paths", paths(load), after=key)
+        yield Check(f"{key}: paths", partial(paths, load), after=key)
+    # What a run has one of, the first recipe decides.
     first = recipes["recipe"]
     yield Check("Launch.steps", lambda: check_steps(first()), after="recipe")
     for key, function in {"model": require_checkpoint, "cloze": check_cloze}.items():
@@ -76,7 +77,13 @@ def input_checks(
     if arguments.get("chat"):
         yield Check("chat", lambda: check_chat(first().Prepare, arguments), after="recipe")
     else:
-        yield Check("corpus", lambda: check_text_corpus(first().Prepare, arguments), after="recipe")
+
+        def check_text() -> None:
+            settings = first().Prepare
+            source = arguments.get("corpus") or settings.source
+            check_corpus("corpus", source, TextKey(settings.text_key))
+
+        yield Check("corpus", check_text, after="recipe")
     tokenizer = partial(check_tokenizer, name, arguments)
     yield Check("tokenizer", lambda: tokenizer(first().Prepare), after="recipe")
     yield Check("target", lambda: check_goal(name, arguments))
@@ -85,9 +92,22 @@ def input_checks(
     if name in SERVES:
         yield Check("Triton", find_environment)
     if name == SEARCHED[0]:
-        pruning = recipes[SEARCHED[1]]
-        yield Check("pruning", lambda: check_search(pruning()), after=SEARCHED[1])
-    yield Check("environments", lambda: check_environments(recipes.values()))
+
+        def check_search() -> None:
+            recipe = recipes[SEARCHED[1]]()
+            backends.of(recipe).check_support("compress", recipe, False)
+
+        yield Check("pruning", check_search, after=SEARCHED[1])
+
+    def check_environments() -> None:
+        used = set()
+        for load in recipes.values():
+            with suppress(UserError):  # its own check reports it
+                used.add(backends.of(load()))
+        for backend in used:
+            backend.check_environment()
+
+    yield Check("environments", check_environments)
 
 
 def run_folder_checks(folder: Path, runs: Path, deployed: Path | None) -> list[Check]:
@@ -155,7 +175,7 @@ def check_steps(recipe: Recipe) -> None:
             )
 
 
-def check_text(key: str, value: str) -> None:
+def check_encoding(key: str, value: str) -> None:
     """Raise UserError if an argument is not valid UTF-8."""
     try:
         value.encode()
@@ -175,7 +195,7 @@ def check_location(key: str, value: str, function: Callable[[Path], object]) -> 
         raise UserError(
             f"{key} {value}: neither a file nor a folder", "give one of them", Code.WRONG_KIND
         )
-    try:
+    try:  # the functions do not know which argument they check
         function(path)
     except UserError as error:
         raise UserError(f"{key} {error.what}", error.hint, error.code) from None
@@ -196,15 +216,9 @@ def check_address(key: str, uri: str) -> None:
         raise UserError(f"{key} {uri}: not found", "check the address", Code.NOT_FOUND)
 
 
-def check_text_corpus(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
-    """Check the first document of a local corpus, the recipe's unless an argument replaces it."""
-    source = arguments.get("corpus") or settings.source
-    check_corpus("corpus", source, TextKey(settings.text_key))
-
-
 def check_chat(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
     """Check the first of local conversations with the template of a local model."""
-    tokenizer = arguments.get("tokenizer") or arguments["model"]
+    tokenizer = arguments.get("tokenizer") or arguments["model"]  # with the chat template
     if is_remote(tokenizer):
         check_address("model", tokenizer)
         return
@@ -216,6 +230,7 @@ def check_chat(settings: PrepareSettings, arguments: Mapping[str, Any]) -> None:
 
 def check_corpus(key: str, source: str, text: RowText) -> None:
     """Check the first document of a local corpus."""
+    # Only the newest of several corpora is used, and only that is checked.
     location = source.removeprefix(NEWEST)
     if location != source:
         source = (
@@ -223,6 +238,7 @@ def check_corpus(key: str, source: str, text: RowText) -> None:
             if is_remote(location)
             else resolve(source)
         )
+    # The standard library's text needs no check; a Hub data set would have to be downloaded.
     if source == "python" or source.startswith("hf://"):
         return
     location, suffix = locate(source)
@@ -231,26 +247,12 @@ def check_corpus(key: str, source: str, text: RowText) -> None:
 
 def check_tokenizer(name: str, arguments: Mapping[str, Any], settings: PrepareSettings) -> None:
     """Check that a tokenizer can be loaded, the recipe's unless an argument replaces it."""
+    # A pipeline that starts from a model takes the model's.
     source = arguments.get("tokenizer")
     if not source and argument(name, "tokenizer") is not None:
         source = settings.tokenizer
     if source and source != "train":
         check_location("tokenizer", source, load_tokenizer)
-
-
-def check_search(recipe: Recipe) -> None:
-    """Check that the backend of a recipe can train what the pipeline `compress` searches for."""
-    backends.of(recipe).check_support("compress", recipe, False)
-
-
-def check_environments(recipes: Iterable[Callable[[], Recipe]]) -> None:
-    """Check the environments of the recipes' training backends."""
-    used = set()
-    for load in recipes:
-        with suppress(UserError):  # its own check reports it
-            used.add(backends.of(load()))
-    for backend in used:
-        backend.check_environment()
 
 
 def check_releases(root: str, recipe: Recipe) -> None:
@@ -314,14 +316,15 @@ def check_folder(folder: Path) -> None:
         raise UserError(
             f"{folder}: not a run folder: it contains {', '.join(names[:3])}", hint, Code.EXISTS
         )
-    for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, _is_lock), (CACHE, Path.is_dir)):
+
+    def is_lock(path: Path) -> bool:  # the number of a process
+        return path.is_file() and re.fullmatch(rb"\d*\n?", path.read_bytes()) is not None
+
+    # A link, or something of another kind, is the user's: a run would write into it.
+    for name, is_right in ((RUN_LOG, Path.is_file), (LOCK, is_lock), (CACHE, Path.is_dir)):
         path = folder / name
         if path.is_symlink() or (path.exists() and not is_right(path)):
             raise UserError(f"{path}: not written by a run", hint, Code.EXISTS)
-
-
-def _is_lock(path: Path) -> bool:
-    return path.is_file() and re.fullmatch(rb"\d*\n?", path.read_bytes()) is not None
 
 
 def check_link(deployed: Path) -> None:
