@@ -113,6 +113,7 @@ def output_address(output: dsl.Artifact) -> str:
     is_large = isinstance(output, dsl.Model | dsl.Dataset)
     if not store or output.uri.startswith(f"{store}/") or (in_pod and not is_large):
         return str(output.uri)
+    # The same folders as in Pipelines' store: run, task, output.
     parts = (output.uri if in_pod else output.path).split("/")
     return "/".join([store, *tracking.below_root(parts)])
 
@@ -147,6 +148,7 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     for artifact in artifacts:
         artifact.metadata.update(figures)
     tracking.record(logged, [(artifact, resolve_pointer(artifact)) for artifact in artifacts])
+    # Pipelines uploads the outputs with its own address; the others are moved here.
     for artifact in (metrics, *artifacts):
         address = output_address(artifact)
         if address not in (artifact.uri, resolve_pointer(artifact)):

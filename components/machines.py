@@ -121,6 +121,7 @@ def trainjob_overrides(launch: LaunchSettings, sizes: Sizes | None) -> list[str]
 
 def placement_overrides(launch: LaunchSettings) -> list[str]:
     """The placement of a run's first recipe as overrides of its others, for their TrainJobs."""
+    # Only what the recipe sets: the defaults of its group would hide those of the others.
     keys = {*Placements.model_fields, "extra_resources"}
     given = launch.model_dump(include=keys, exclude_unset=True)
     return [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]  # valid YAML
@@ -135,30 +136,32 @@ def requests(launch: LaunchSettings, sizes: Sizes | None) -> dict[str, Any]:
     Args:
         sizes: None if the model's size is not known.
     """
+    # Where: steps with GPUs are bound to the pool, unless the recipe chooses nodes itself.
     gpus = launch.gpus_per_node
     nothing: tuple[dict[str, str], list[dict[str, Any]]] = ({}, [])
     in_pool = {NODE_POOL: launch.node_pool} if launch.node_pool and gpus else {}
     of_pool = launch.model_copy(update={"tolerations": []})  # the others are compiled in
     on_gpus = (in_pool, of_pool.tolerated(launch.node_pool, True)) if gpus else nothing
+    # How much: a step that starts a TrainJob computes nothing itself.
     starts = starts_trainjob(launch)
     node = _amounts(launch, gpus, sizes.training if sizes else None, sizes)
     kinds = {"training": LAUNCHER if starts else node, "node": node}
     for kind, copies in COPIES.items():
-        one = min(1, gpus) if kind == "gpu" else 0
-        gib = sizes.holding(copies, bool(one)) if sizes else None
-        kinds[kind] = _amounts(launch, one, gib, sizes)
-    found: dict[str, Any] = {}
+        step_gpus = min(1, gpus) if kind == "gpu" else 0
+        gib = sizes.holding(copies, bool(step_gpus)) if sizes else None
+        kinds[kind] = _amounts(launch, step_gpus, gib, sizes)
+    values: dict[str, Any] = {}
     for kind, (cpus, memory, limit) in kinds.items():
-        found |= {f"{kind}_cpus": cpus, f"{kind}_memory": memory, f"{kind}_memory_limit": limit}
-    found |= {"training_gpus": "0" if starts else str(gpus), "node_gpus": str(gpus)}
-    found |= {"gpu_gpus": str(min(1, gpus))}
+        values |= {f"{kind}_cpus": cpus, f"{kind}_memory": memory, f"{kind}_memory_limit": limit}
+    values |= {"training_gpus": "0" if starts else str(gpus), "node_gpus": str(gpus)}
+    values |= {"gpu_gpus": str(min(1, gpus))}
     for kind, (selector, tolerations) in {
         "training": nothing if starts else on_gpus,
         "node": on_gpus,
         "gpu": on_gpus,
     }.items():
-        found |= {f"{kind}_node_selector": selector, f"{kind}_tolerations": tolerations}
-    return found
+        values |= {f"{kind}_node_selector": selector, f"{kind}_tolerations": tolerations}
+    return values
 
 
 def _amounts(
@@ -168,6 +171,7 @@ def _amounts(
     given = launch.model_fields_set
     cores = str(gpu_cores(gpus)) if gpus else sizes.cpus if sizes else MAX_CPU_REQUEST
     cpus = str(launch.cpus_per_node) if "cpus_per_node" in given else cores
+    # What the user says is both request and limit; an estimate leaves room above itself.
     if "memory_per_node" in given:
         return cpus, launch.memory_per_node, launch.memory_per_node
     shared = SHARED_MEMORY_GIB * gpus or CPU_SHARED_MEMORY_GIB

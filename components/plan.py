@@ -129,6 +129,7 @@ def plan(
         placement = placement_overrides(first.Launch)
         overrides = [*overrides, *placement, *trainjob_overrides(first.Launch, sizes)]
     recipes = {key: load_recipe(value or recipe, overrides) for key, value in names.items()}
+    # All steps must hold out the same conversations.
     splits = {key: loaded.Data.Train.dataset.split for key, loaded in recipes.items()}
     if has_chats and (split := splits["finetune_recipe"]) != splits["recipe"]:
         raise UserError(
@@ -147,8 +148,9 @@ def run_sizes(recipe: Recipe, model: str) -> Sizes | None:
     try:
         if not model:
             return estimate_sizes(model_config(recipe, recipe.Prepare.vocab_size), recipe)
+        # Of a model, the configuration is enough.
         with TemporaryDirectory() as folder:
             fetch(f"{model.rstrip('/')}/config.json", Path(folder))
             return estimate_sizes(read_config(Path(folder)), recipe)
-    except (UserError, StageError):
+    except (UserError, StageError):  # the steps themselves report it, better
         return None

@@ -27,7 +27,7 @@ def log_plainly() -> logging.Logger:
     log = logging.getLogger("lathe")
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_MarkEveryLine())
-    log.handlers, log.propagate = [handler], False
+    log.handlers, log.propagate = [handler], False  # KFP's executor logs at the root
     log.setLevel(logging.INFO)
     return log
 
@@ -52,6 +52,7 @@ def stage(
     try:
         settings = load_recipe(recipe, overrides)
         allow_restarts(settings.Launch.restarts if restarts is None else restarts)
+        # An input that has changed since the run began would be cached under the wrong key.
         require_unchanged(contents or {})
         with tracking.tracked(recipe, settings):
             yield settings
@@ -59,6 +60,7 @@ def stage(
         told = explain(error)
         for line in str(told).splitlines():
             log.error("error[%s]: %s", told.code, line)
+        # The supervisor restarts a step that lost a worker, as it does one that was killed itself.
         was_killed = isinstance(error, WorkerFailed) and error.exit_code < 0
         raise SystemExit(CRASHED if was_killed else told.status) from error
 

@@ -28,11 +28,12 @@ CRASHED = 70
 UNAVAILABLE = 69
 """Exit status of `lathe_base.errors.Unavailable`, without importing it."""
 
+FAILURES = {CRASHED: "lost a worker process", UNAVAILABLE: "a server did not answer"}
+
 RESTARTS = "LATHE_RESTARTS_FD"
 """Environment variable of a supervised step: the file descriptor that `allow_restarts` writes."""
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
 
 EXECUTOR = "python3 -m kfp.dsl.executor_main"
 """The command with which KFP's script runs a component."""
@@ -85,7 +86,12 @@ class _Supervisor:
         restarts = 0
         while True:
             status, allowed = self._attempt()
-            why = _crash(status)
+            # What may succeed when it is retried; all else is the step's own result.
+            why = FAILURES.get(status)
+            if status == -signal.SIGKILL:
+                why = "was killed by SIGKILL, as the kernel does when it runs out of memory"
+            elif status < 0:
+                why = f"was killed by {signal.Signals(-status).name}"
             if why is None or self._was_told_to_end:
                 return status
             left = max(allowed - restarts, 0)
@@ -99,6 +105,7 @@ class _Supervisor:
     def _attempt(self) -> tuple[int, int]:
         """Run once; returns the exit status, and the number of restarts that the step has
         allowed."""
+        # The step says how often through a pipe: only it has read the recipe.
         read, write = os.pipe()
         environment = {**os.environ, RESTARTS: str(write)}
         self._step = subprocess.Popen(tied(self._command), env=environment, pass_fds=[write])
@@ -115,16 +122,6 @@ class _Supervisor:
         if self._step and not self._was_told_to_end:
             self._step.send_signal(number)
         self._was_told_to_end = True
-
-
-def _crash(status: int) -> str | None:
-    """Describe the failure, if the work may succeed when it is retried."""
-    if status == -signal.SIGKILL:
-        return "was killed by SIGKILL, as the kernel does when it runs out of memory"
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    known = {CRASHED: "lost a worker process", UNAVAILABLE: "a server did not answer"}
-    return known.get(status)
 
 
 if __name__ == "__main__":

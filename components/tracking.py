@@ -110,9 +110,10 @@ def this_task() -> Task | None:
         outputs = executor_input["outputs"]["artifacts"].values()
         parts = next(iter(outputs))["artifacts"][0]["uri"].split("/")
         if run := os.environ.get("KFP_RUN_ID"):
-            at = parts.index(run)
+            at = parts.index(run)  # .../PIPELINE/RUN/TASK/...
             return Task(parts[at - 1], run, parts[at + 1])
         parts = below_root(parts)
+        # The local runner names a run's folder PIPELINE-TIME.
         pipeline, _, when = parts[0].partition("-")
         return Task(pipeline, when, parts[-2])
     return None
@@ -123,6 +124,7 @@ def below_root(parts: Sequence[str]) -> Sequence[str]:
     run = os.environ.get("KFP_RUN_ID")
     if run in parts:
         return parts[parts.index(run) - 1 :]  # with the pipeline, and a part of Pipelines' own
+    # RUN, any loop iterations, TASK, OUTPUT.
     first = len(parts) - 3
     while TURN.fullmatch(parts[first]):
         first -= 1

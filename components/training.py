@@ -56,6 +56,7 @@ def train(
             machines = machines.model_copy(update={"runtime": runtime})
         arguments = [address if part is output else _address(part) for part in command]
         used = run(arguments, required_shape(settings), machines)
+        # The pods have written the checkpoint: for its figures, a few files of it suffice here.
         write_pointer(output, address)
         with tempfile.TemporaryDirectory() as folder:
             fetch(f"{address}/{MARKER}", Path(folder))
@@ -63,11 +64,13 @@ def train(
             for name in sorted({TRACE, SAMPLES} & written):
                 fetch(f"{address}/{name}", Path(folder))
             return _finish(Path(folder), page) | used.figures
+    # In this pod. Saved states go to the store as they are made, and a retry gets them from there.
     mirror, path = None, Path(output.path)
     if is_remote(address):
         mirror = Mirror.make(path, address)
         mirror.restore()
     arguments = [str(path) if part is output else _path(part) for part in command]
+    # One process is this one: `stage` then does the work.
     if not backends.start_workers(arguments, settings):
         stage()
     metrics = _finish(path, page)

@@ -108,15 +108,18 @@ class Make:
     """The variables and overrides of this call of make."""
 
     def __init__(self, flags: str, environment: dict[str, str]) -> None:
+        # MAKEFLAGS is options without a dash, as in `n`, then long ones, `--`, and variables.
         words = _split(flags)
         first = words[0] if words else ""
         self.is_dry_run = not first.startswith("-") and "=" not in first and "n" in first
+        # make lists the last assignment first; overrides are variables with a dot in their name.
         variables = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
         self.overrides = [f"{name}={value}" for name, value in variables.items() if "." in name]
         self.given = [name for name in variables if "." not in name]
         self.variables = {**environment, **variables}
         model = self.get("MODEL")
         self.pretrained = model if model in PRETRAINED else ""
+        # A pretrained model is quantized by the recipe of its name, unless the user says otherwise.
         defaults = {"PIPELINE": "full"}
         if self.pretrained:
             defaults = {"PIPELINE": "qat", "RECIPE": model}

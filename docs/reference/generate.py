@@ -200,7 +200,11 @@ def cli_page() -> str:
     root = typer.main.get_command(app)
     verbs = list(_verbs("lathe", root))
     parts = ["# Command line", _paragraphs(root.help or ""), FOOT]
-    parts.append("\n".join(f"- [`{name}`](#{_anchor(name)}): {_title(v)}" for name, v in verbs))
+    titles = [(name, str(verb.help).split("\n\n")[0].replace("\n", " ")) for name, verb in verbs]
+    links = (
+        f"- [`{name}`](#{name.lower().replace(' ', '-')}): {title}" for name, title in for_list
+    )
+    parts.append("\n".join(links))
     for name, verb in verbs:
         parts += [f"## {name}", _paragraphs(verb.help or ""), *_usage(name, verb)]
     return "\n\n".join(parts) + "\n"
@@ -258,7 +262,8 @@ def components_page() -> str:
 
 def tables(name: str) -> str:
     """A component's inputs and outputs as two tables."""
-    spec, described = _spec(name), _described(name)
+    spec = _spec(name)
+    described = _described(inspect.cleandoc(component(name).python_func.__doc__))
     inputs: Rows = [
         (f"`{key}`", _type(part) + _default(part), described[key])
         for key, part in spec.inputs.items()
@@ -332,17 +337,9 @@ def _shown(parameter: Any) -> str:
     return {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"`{default}`"
 
 
-def _title(verb: Any) -> str:
-    return str(verb.help).split("\n\n")[0].replace("\n", " ")
-
-
 def _paragraphs(text: str) -> str:
     blocks = [" ".join(block.split()) for block in text.split("\n\n")]
     return "\n\n".join(re.sub(r"^\* ", "- ", block) for block in blocks)
-
-
-def _anchor(heading: str) -> str:
-    return heading.lower().replace(" ", "-")
 
 
 def _spec(name: str) -> Any:
@@ -364,13 +361,8 @@ def _default(part: Any) -> str:
     return f", default {shown}"
 
 
-def _described(name: str) -> dict[str, str]:
-    """Descriptions of inputs and outputs in a component's docstring."""
-    return _described_by(inspect.cleandoc(component(name).python_func.__doc__))
-
-
-def _described_by(text: str) -> dict[str, str]:
-    """The sections Args and Returns of a docstring."""
+def _described(text: str) -> dict[str, str]:
+    """Descriptions of inputs and outputs in the sections Args and Returns of a docstring."""
     sections = dict(re.findall(r"^(Args|Returns):\n((?:    .*\n?|\n)+)", text, re.MULTILINE))
     returned = sections.get("Returns", "")
     named = re.compile(r"^    (\w+): ((?:.*\n?)(?:      .*\n?)*)", re.M)

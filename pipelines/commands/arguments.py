@@ -79,6 +79,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         values = {key: options.pop(key) for key in OPTIONS}
         given = {key: value for key, value in values.items() if value}
+        # Last, so that they win over an override of the same setting.
         if engine:
             overrides = [*overrides, f"{ENGINE}={engine}"]
         if quant:

@@ -105,6 +105,7 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
     """A pipeline's function as KFP traces it: with these defaults, with the parameters `MACHINES`,
     and as one node of the graph, followed by a notification whether or not it succeeds."""
     function, steps = FUNCTIONS[name], Steps(variant)
+    # Its own arguments, without `steps`; conversations take the place of the corpus.
     own = list(inspect.signature(function).parameters.values())[1:]
     own = [p.replace(default=defaults.get(p.name, p.default)) for p in own]
     if variant.has_chats and takes_chats(name):
@@ -125,13 +126,14 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
         machines = {key: given.pop(key) for key in MACHINES}
         is_notified = machines.pop("notify")
         steps.machines = machines
-        if variant.inputs is not None:
+        if variant.inputs is not None:  # a local run, which posts its result by itself
             function(steps, **given)
             return
         task = with_webhook(notify(pipeline=name, is_wanted=is_notified))
         with dsl.ExitHandler(place(task, notify.step, variant, {}), name=STEPS):
             function(steps, **given)
 
+    # KFP takes descriptions from the docstring, whose last section is Args.
     lines = [f"    {key}: {text}" for key, (_, text) in MACHINES.items()]
     traced.__doc__ = "\n".join([inspect.getdoc(function) or "", *lines])
     traced.__name__, traced.__signature__ = name, signature  # type: ignore[attr-defined]
@@ -201,6 +203,7 @@ def named(name: str, pipeline: GraphComponent) -> str:
 def with_own_digest(name: str, pipeline: GraphComponent) -> GraphComponent:
     """A copy of a pipeline with its name and digest in its steps' environment; the digest is the
     original's."""
+    # Of the original: the variable with the digest cannot be part of it.
     clone = copy.deepcopy(pipeline)
     variable = {"name": PIPELINE, "value": named(name, pipeline)}
     executors = clone.component_spec.implementation.graph.deployment_spec["executors"]
@@ -309,6 +312,7 @@ def code_digest(root: Path = REPOSITORY) -> str:
     """Digest of the packages' files and the images' lock files, the same for all components."""
     found = [path for package in SOURCES for path in (root / package).rglob("*")]
     files = sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+    # The lock files stand for the installed packages.
     files += sorted(root.glob("images/*/*.lock"))
     return digest(json.dumps([[path.relative_to(root).as_posix(), sha256(path)] for path in files]))
 

@@ -63,6 +63,7 @@ class StageLog:
         text = line.strip()
         if text.startswith(MARK):
             self.marked.append(text.removeprefix(MARK))
+        # KFP's own lines about a task, and those of the cache; what is left is the task's output.
         if match := _BEGAN.search(text):
             self._stage, self._since = match[1], time.monotonic()
             self._errors.clear()
@@ -94,7 +95,7 @@ class StageLog:
             yield "    " + text.removeprefix(MARK)
         elif match := _FIRST_WORKER.match(text):
             yield "    " + text[match.end() :]
-        elif not _KFP.match(text):
+        elif not _KFP.match(text):  # told only if the stage fails without an error of Lathe's
             self._tail.append(line)
 
     def reuse(self) -> Iterator[str]:
@@ -116,6 +117,7 @@ class StageLog:
         if self._errors:
             return StageError(where + "\n".join(self._errors), self._code)
         tail = "\n".join(self._tail)
+        # KFP indents a task's output; what comes before the traceback is of no interest.
         tail = tail[max(tail.find("    Traceback"), 0) :].rstrip()
         return StageError(f"{where}failed\n{tail}", Code.FAILED)
 

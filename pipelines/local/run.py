@@ -96,6 +96,7 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
         UserError: another run is using the folder, or it cannot be written.
         StageFailed: a stage failed.
     """
+    # All problems at once, before anything is written.
     recipes = check(name, folder, arguments)
     screen = Screen()
     sources = {key: arguments[key] for key in ("tokenizer", "cloze") if key in arguments}
@@ -105,16 +106,19 @@ def run(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     inputs = look_up(recipes, corpus, **sources, **{start: arguments.get("model", "")})
     if corpus != inputs.corpus:
         screen.show(f"{corpus} is {inputs.corpus}")
+    # The worker gets what the first step of a run on a cluster would find.
     folder = folder.absolute()
     command = [sys.executable, "-u", "-m", "pipelines.local.runner", name, str(folder)]
     command += [str(folder / CACHE), str(recipes[0].Launch.shards)]
     overrides, has_chats = arguments["overrides"], bool(chat)
     planned = plan(**recipe_names(name, arguments), overrides=overrides, has_chats=has_chats)
     command += [json.dumps(asdict(inputs) | planned), json.dumps(arguments)]
+    # The stages' usual durations are those of the default run.
     forecast = Forecast() if name == DEFAULT and not any(arguments.values()) else None
     log = StageLog(forecast)
     if forecast:
         screen.show(forecast.start())
+    # The lock's descriptor is passed on: the folder is locked while any process of the run lives.
     with (
         _locked(folder) as lock,
         (folder / RUN_LOG).open("a", encoding="utf-8") as full,
@@ -275,7 +279,7 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     if repository is None or not passed:
         print("not deployed: the quantized model did not pass the gate")
         return
-    if deployed.is_symlink():
+    if deployed.is_symlink():  # of an earlier run
         deployed.unlink()
     deployed.symlink_to(repository, target_is_directory=True)
     print(f"server     {repository}")

@@ -67,7 +67,7 @@ def run(
     has_chats = bool(arguments.get("chat"))
     pipeline = build(name, Variant(shards=shards, inputs=inputs, has_chats=has_chats))
     os.environ[PIPELINE] = named(name, pipeline)
-    spec = pipeline.component_spec.implementation.graph
+    spec = pipeline.component_spec.implementation.graph  # with sub-pipelines
     for dag in [spec.root, *spec.components.values()]:
         for task in dag.dag.tasks.values():
             # Retries are for flaky nodes; here they would only delay the error.
@@ -190,6 +190,7 @@ def key_parts(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
         name: of its component.
         arguments: the component's arguments, as KFP passes them.
     """
+    # By group, so that the log can name the one that has changed.
     settings = {key: load_recipe(arguments[key]) for key in arguments if key.endswith("recipe")}
     parts = {"code": code_digest(), "packages": packages_digest(name, settings["recipe"])}
     for key, recipe in settings.items():
@@ -197,6 +198,7 @@ def key_parts(name: str, arguments: Mapping[str, Any]) -> dict[str, str]:
         parts |= {f"{key} {g}": digest(json.dumps(v, sort_keys=True)) for g, v in groups}
     contents = arguments.get("contents", {}).items()
     parts |= {f"contents of {source}": identity for source, identity in contents}
+    # Overrides are in the recipes already.
     rest = arguments.keys() - settings.keys() - {"contents", "overrides"}
     return parts | {f"input {key}": _identity(arguments[key]) for key in rest}
 
@@ -255,6 +257,7 @@ def _damage(entry: Path) -> str | None:
             return f"{entry} is corrupt"
     except OSError:
         return f"{entry} is corrupt"
+    # Length and time only: models are too large to be read at every start.
     for path, stamp in metadata.files.items():
         try:
             if _stamp(path) != stamp:

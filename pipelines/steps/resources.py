@@ -90,7 +90,7 @@ def place(
     """
     if step.by_engine and variant.engine == "paddle":
         task.set_container_image(PADDLE)
-    if step.machine == "waiting":
+    if step.machine == "waiting":  # whatever the model
         task.set_cpu_request("100m").set_memory_request("512Mi")
     elif variant.inputs is None:
         _request(task, step.machine, variant.placement, found)
@@ -102,7 +102,7 @@ def place(
     kubernetes.set_timeout(task, int(step.hours * HOUR))
     if not step.is_cached:
         task.set_caching_options(False)
-    if step.retries is not None:
+    if step.retries is not None:  # such as a release, which must not be tried twice
         return task.set_retry(step.retries)
     # Argo measures the maximum backoff duration from the start of the first attempt: when it has
     # passed, Argo starts no further attempt and stops the current one.
@@ -147,6 +147,7 @@ def _request(
 def _mount(task: PipelineTask, step: Step, variant: Variant) -> None:
     """Shared memory for worker processes, store credentials, the addresses of MLflow and the model
     registry, keys, and the image and the pod's identity in the environment."""
+    # The size is compiled in, whereas a run may have any number of GPUs: a limit, not a request.
     gpus = {"training": MAX_GPUS, "node": MAX_GPUS, "gpu": 1}.get(step.machine)
     usual = f"{SHARED_MEMORY_GIB * gpus}Gi" if gpus else WAITING_SHARED_MEMORY
     size = usual if step.machine == "waiting" else variant.shared_memory or usual
@@ -170,6 +171,7 @@ def _schedule(task: PipelineTask, step: Step, placement: Placements) -> None:
     kubernetes.set_security_context(task, run_as_user=settings.run_as_user, run_as_non_root=True)
     for key, value in settings.node_selector.items():
         kubernetes.add_node_selector(task, label_key=key, label_value=value)
+    # Those for GPUs come with the run: see `_request`.
     for toleration in settings.tolerated(None, has_gpus=False):
         seconds = toleration.pop("tolerationSeconds", None)
         kubernetes.add_toleration(task, **toleration, toleration_seconds=seconds)

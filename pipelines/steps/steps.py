@@ -98,6 +98,7 @@ class Steps:
         clone = copy.deepcopy(component)
         usual = step.name or component.name
         clone.name = clone.component_spec.name = f"{usual}-{name}" if name else usual
+        # A step that an earlier run finished needs no pod.
         finished = self.variant.finished.get(clone.name)
         if finished and can_be_taken(clone, finished):
             return Finished(clone, finished)
@@ -106,6 +107,7 @@ class Steps:
         if self.variant.code and not all("@sha256:" in image for image in images):
             # Pipelines' cache key includes the arguments; KFP's executor ignores unknown ones.
             container.args = [*container.args, "--code", self.variant.code]
+        # The step's inputs that it declares rather than a pipeline passes.
         known = {"recipe": self.found[SHARED.get(component.name, component.name)]}
         if step.reads == "text":
             known["corpus"] = self.found["corpus"]
@@ -133,6 +135,7 @@ class Steps:
             return self.add(prepare, **inputs)
         numbers = range(1, variant.shards + 1)
         finished = {n: variant.finished.get(shard_key(n)) for n in numbers}
+        # Shards that an earlier run has tokenized are taken; the others run in parallel.
         given: dict[str, Any] = {"finished": [f["tokens"] for f in finished.values() if f]}
         if left := [n for n, outputs in finished.items() if not outputs]:
             chosen = self.add(tokenizer, **inputs).outputs["vocabulary"]
