@@ -201,9 +201,7 @@ def cli_page() -> str:
     verbs = list(_verbs("lathe", root))
     parts = ["# Command line", _paragraphs(root.help or ""), FOOT]
     titles = [(name, str(verb.help).split("\n\n")[0].replace("\n", " ")) for name, verb in verbs]
-    links = (
-        f"- [`{name}`](#{name.lower().replace(' ', '-')}): {title}" for name, title in for_list
-    )
+    links = (f"- [`{name}`](#{name.lower().replace(' ', '-')}): {title}" for name, title in titles)
     parts.append("\n".join(links))
     for name, verb in verbs:
         parts += [f"## {name}", _paragraphs(verb.help or ""), *_usage(name, verb)]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import yaml
 from kubernetes import client, config  # type: ignore[import-untyped]
@@ -32,7 +32,8 @@ from lathe_base.storage.network import as_proxy, authorities, proxy_for
 
 log = logging.getLogger("lathe")
 
-GROUP, VERSION, PLURAL = "trainer.kubeflow.org", "v1alpha1", "trainjobs"
+GROUP, VERSION = "trainer.kubeflow.org", "v1alpha1"
+TRAINJOBS = (GROUP, VERSION, "trainjobs")
 RUNTIMES = "clustertrainingruntimes"
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
@@ -53,6 +54,8 @@ REJECTED_ATTEMPTS = 4
 """Number of attempts with a token that was never accepted."""
 
 TrainJob = dict[str, Any]
+Kind = tuple[str, str, str]
+"""Group, version and plural of a kind of objects that Kubernetes itself does not have."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +76,31 @@ class Cluster:
 
     def create(self, job: TrainJob) -> bool:
         """Create a TrainJob; returns False if one with this name exists."""
-        creating = self._custom.create_namespaced_custom_object
-        return self.ask(creating, *self._jobs, body=job, unless=409) is not None
+        creating = client.CustomObjectsApi(self.api).create_namespaced_custom_object
+        return self.ask(creating, *self._place(TRAINJOBS), body=job, unless=409) is not None
 
-    def get(self, name: str) -> TrainJob | None:
-        """The TrainJob of this name, or None."""
-        getting = self._custom.get_namespaced_custom_object
-        return cast(TrainJob | None, self.ask(getting, *self._jobs, name, unless=404))
+    def get(self, kind: Kind, name: str) -> Any:
+        """The namespace's object of this kind and name, or None. The JobSet that Trainer creates
+        for a TrainJob has its name."""
+        getting = client.CustomObjectsApi(self.api).get_namespaced_custom_object
+        return self.ask(getting, *self._place(kind), name, unless=404)
+
+    def matching(self, kind: Kind, labels: str) -> list[Any]:
+        """The namespace's objects of this kind that match a label selector."""
+        listing = client.CustomObjectsApi(self.api).list_namespaced_custom_object
+        return list(self.ask(listing, *self._place(kind), label_selector=labels)["items"])
 
     def trainjobs(self, **more: str) -> list[TrainJob]:
         """The TrainJobs that Lathe created, with these labels too."""
-        labels = ",".join(f"{name}={value}" for name, value in (LABELS | more).items())
-        listing = self._custom.list_namespaced_custom_object
-        return list(self.ask(listing, *self._jobs, label_selector=labels)["items"])
+        labels = (LABELS | more).items()
+        return self.matching(TRAINJOBS, ",".join(f"{name}={value}" for name, value in labels))
 
     def set_owners(self, job: TrainJob, owners: list[dict[str, str]]) -> bool:
         """Replace a TrainJob's owners; returns False if it no longer exists."""
         patch = {"metadata": {"ownerReferences": owners}}
-        patching = self._custom.patch_namespaced_custom_object
-        name = job["metadata"]["name"]
-        return self.ask(patching, *self._jobs, name, body=patch, unless=404) is not None
+        patching = client.CustomObjectsApi(self.api).patch_namespaced_custom_object
+        arguments = *self._place(TRAINJOBS), job["metadata"]["name"]
+        return self.ask(patching, *arguments, body=patch, unless=404) is not None
 
     def delete(self, name: str) -> None:
         """Delete a TrainJob; garbage collection then terminates its JobSet and pods.
@@ -100,56 +108,41 @@ class Cluster:
         Foreground deletion does not work: Trainer 2.3 keeps reconciling a TrainJob that waits for
         its dependents, and creates the JobSet again.
         """
-        deleting = self._custom.delete_namespaced_custom_object
-        self.ask(deleting, *self._jobs, name, propagation_policy="Background", unless=404)
+        deleting = client.CustomObjectsApi(self.api).delete_namespaced_custom_object
+        arguments = *self._place(TRAINJOBS), name
+        self.ask(deleting, *arguments, propagation_policy="Background", unless=404)
 
     def runtime(self, name: str) -> Any:
         """The ClusterTrainingRuntime of this name, or None."""
-        getting = self._custom.get_cluster_custom_object
+        getting = client.CustomObjectsApi(self.api).get_cluster_custom_object
         return self.ask(getting, GROUP, VERSION, RUNTIMES, name, unless=404)
 
-    def jobset(self, name: str) -> Any:
-        """The JobSet that Trainer created for the TrainJob of this name, or None."""
-        getting = self._custom.get_namespaced_custom_object
-        return self.ask(getting, *JOBSETS[:2], self.namespace, JOBSETS[2], name, unless=404)
-
-    def workflow(self, name: str) -> Any:
-        """The Argo Workflow of this name, which is a run of Pipelines, or None."""
-        getting = self._custom.get_namespaced_custom_object
-        return self.ask(getting, *WORKFLOWS[:2], self.namespace, WORKFLOWS[2], name, unless=404)
-
-    def workflows(self, labels: str) -> list[Any]:
-        """The Argo Workflows that match a label selector."""
-        listing = self._custom.list_namespaced_custom_object
-        found = self.ask(
-            listing, *WORKFLOWS[:2], self.namespace, WORKFLOWS[2], label_selector=labels
-        )
-        return list(found["items"])
+    def _place(self, kind: Kind) -> tuple[str, str, str, str]:
+        group, version, plural = kind
+        return group, version, self.namespace, plural
 
     def pod(self, name: str) -> Any:
         """A V1Pod, or None."""
-        return self.ask(self._core.read_namespaced_pod, name, self.namespace, unless=404)
+        return self.ask(
+            client.CoreV1Api(self.api).read_namespaced_pod, name, self.namespace, unless=404
+        )
 
     def pods(self, labels: str | None = None) -> list[Any]:
         """The V1Pods that match a label selector."""
-        listing = self._core.list_namespaced_pod
+        listing = client.CoreV1Api(self.api).list_namespaced_pod
         return list(self.ask(listing, self.namespace, label_selector=labels).items)
-
-    def nodes(self) -> list[Any]:
-        """The cluster's V1Nodes."""
-        return list(self.ask(self._core.list_node).items)
-
-    def quotas(self) -> list[Any]:
-        """The namespace's V1ResourceQuotas."""
-        return list(self.ask(self._core.list_namespaced_resource_quota, self.namespace).items)
 
     def warnings(self, prefix: str) -> list[str]:
         """Messages of the warning events about objects whose names have this prefix, newest last;
         empty without permission to list events."""
         try:  # not with `ask`: events only explain, and are not worth waiting for
-            events = self._core.list_namespaced_event(
-                self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
-            ).items
+            events = (
+                client.CoreV1Api(self.api)
+                .list_namespaced_event(
+                    self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
+                )
+                .items
+            )
         except (ApiException, HTTPError):
             return []
         mine = [event for event in events if event.involved_object.name.startswith(prefix)]
@@ -162,7 +155,7 @@ class Cluster:
         Starts after the resource version `since`; if None, with the pods that exist.
         """
         yield from Watch().stream(
-            self._core.list_namespaced_pod,
+            client.CoreV1Api(self.api).list_namespaced_pod,
             self.namespace,
             label_selector=labels,
             resource_version=since,
@@ -185,18 +178,6 @@ class Cluster:
             _return_http_data_only=True,
             _request_timeout=(TIMEOUT[0], 300),
         )
-
-    @property
-    def _custom(self) -> Any:
-        return client.CustomObjectsApi(self.api)
-
-    @property
-    def _core(self) -> Any:
-        return client.CoreV1Api(self.api)
-
-    @property
-    def _jobs(self) -> tuple[str, str, str, str]:
-        return GROUP, VERSION, self.namespace, PLURAL
 
     def ask(
         self, call: Callable[..., Any], *arguments: Any, unless: int = 0, **options: Any
@@ -380,11 +361,6 @@ def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
         settings.refresh_api_key_hook = renew
     namespace: str | None = loader.current_context["context"].get("namespace")
     return namespace
-
-
-def pod_selector(job: str) -> str:
-    """The label selector of a TrainJob's pods: Trainer names the JobSet after it."""
-    return f"jobset.sigs.k8s.io/jobset-name={job}"
 
 
 def is_transient(error: BaseException | None) -> bool:

@@ -17,10 +17,10 @@ from lathe_launch.cluster import reasons
 from lathe_launch.cluster.api import (
     CONTAINER,
     DEADLINE,
+    TRAINJOBS,
     Cluster,
     TrainJob,
     is_transient,
-    pod_selector,
 )
 from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.status import pod_usage
@@ -62,7 +62,8 @@ class Follower:
         self._name = job["metadata"]["name"]
         self._image = job["spec"]["trainer"]["image"]
         self._deadline = datetime.fromisoformat(job["metadata"]["annotations"][DEADLINE])
-        self._selector = pod_selector(self._name)
+        # Trainer gives the JobSet the TrainJob's name.
+        self._selector = f"jobset.sigs.k8s.io/jobset-name={self._name}"
         self._pods: dict[str, Any] = {}
         self._logs: dict[str, LogFollower] = {}
         self._since: str | None = None  # resource version
@@ -80,17 +81,18 @@ class Follower:
         """
         while True:
             self._watch_pods()
-            job = self._cluster.get(self._name)
+            job = self._cluster.get(TRAINJOBS, self._name)
             if job is None or "deletionTimestamp" in job["metadata"]:
                 raise StageError(
                     f"TrainJob {self._name} was deleted by something other than its launcher",
                     Code.NOT_RUNNING,
                 )
             conditions = {c["type"]: c for c in job.get("status", {}).get("conditions", [])}
-            if _is_true(conditions, "Complete"):
+            true = {kind for kind, one in conditions.items() if one.get("status") == "True"}
+            if "Complete" in true:
                 self._update_pods()
                 return
-            if _is_true(conditions, "Failed"):
+            if "Failed" in true:
                 self._update_pods()
                 pods = sorted(self._pods.values(), key=reasons.node_rank)
                 logs = self._logs.items()
@@ -99,7 +101,7 @@ class Follower:
             if datetime.now(UTC) > self._deadline:
                 deadline = {"reason": "DeadlineExceeded"}
                 raise reasons.failure([], {}, self._settings, deadline)
-            if job["spec"].get("suspend") or _is_true(conditions, "Suspended"):
+            if job["spec"].get("suspend") or "Suspended" in true:
                 # The other waits begin anew once it is admitted.
                 self._waits = {"quota": self._waits.get("quota", time.monotonic())}
                 waited = self._waited("quota", True)
@@ -219,7 +221,3 @@ def print_line(line: str) -> None:
     with _OUTPUT:
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
-
-
-def _is_true(conditions: dict[str, Any], kind: str) -> bool:
-    return bool(conditions.get(kind, {}).get("status") == "True")

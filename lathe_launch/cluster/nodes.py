@@ -292,7 +292,8 @@ def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: 
     replaced = [pod for pod in cluster.pods(f"{WORK}={work}") if not has_ended(pod)]
     # The pods of the failed attempt that have not ended count as used until it is deleted.
     freed = len(replaced) * parse_bytes(settings.memory_per_node)
-    for quota in cluster.quotas():
+    core = client.CoreV1Api(cluster.api)
+    for quota in cluster.ask(core.list_namespaced_resource_quota, cluster.namespace).items:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for key in (key for key in MEMORY_KEYS if key in hard):
             left = parse_quantity(hard[key]) - parse_quantity(used.get(key, "0")) + freed
@@ -304,7 +305,7 @@ def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: 
                 )
     sizes = {
         node.metadata.name: parse_quantity((node.status.allocatable or {}).get("memory", "0"))
-        for node in cluster.nodes()
+        for node in cluster.ask(core.list_node).items
         if takes(node, settings, settings.node_pool, bool(settings.gpus_per_node))
     }
     if sum(size // wanted for size in sizes.values()) < settings.nodes:

@@ -83,6 +83,12 @@ def has_ended(pod: Pod) -> bool:
     return pod.status.phase in ("Succeeded", "Failed")
 
 
+def container_state(pod: Pod, container: str = CONTAINER) -> Any:
+    """The state of one of the pod's containers; None before it has one."""
+    statuses = pod.status.container_statuses or []
+    return next((status.state for status in statuses if status.name == container), None)
+
+
 def exit_code(pod: Pod) -> int | None:
     """The exit code of the pod's container, or None."""
     ended = _terminated(pod)
@@ -99,8 +105,8 @@ def unschedulable(pod: Pod) -> str | None:
 
 def not_startable(pod: Pod, image: str) -> UserError | None:
     """The error for a container that cannot start: its image, or a missing secret."""
-    status = _status(pod)
-    waiting = status.state.waiting if status and status.state else None
+    state = container_state(pod)
+    waiting = state.waiting if state else None
     if waiting is None:
         return None
     detail = f"{waiting.reason}: {waiting.message or ''}".rstrip(": ")
@@ -222,13 +228,8 @@ def _why(pod: Pod, settings: LaunchSettings) -> str:
 
 
 def _terminated(pod: Pod) -> Any:
-    status = _status(pod)
-    return status.state.terminated if status and status.state else None
-
-
-def _status(pod: Pod) -> Any:
-    statuses = pod.status.container_statuses or []
-    return next((status for status in statuses if status.name == CONTAINER), None)
+    state = container_state(pod)
+    return state.terminated if state else None
 
 
 def _condition(pod: Pod, kind: str) -> Any:

@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lathe_base.errors import StageError, UserError
-from lathe_launch.cluster.api import connect
+from lathe_launch.cluster.api import WORKFLOWS, connect
+from lathe_launch.cluster.reasons import container_state
 from lathe_launch.usage import Usage, left_usage, measure
 
 log = logging.getLogger("lathe")
@@ -35,8 +36,7 @@ def pod_usage(
         since: start of the wait for a node; default: the pod's creation.
         now: end of a container that has not ended; default: the present.
     """
-    status = next((s for s in pod.status.container_statuses or [] if s.name == container), None)
-    state = status.state if status else None
+    state = container_state(pod, container)
     ended = state.terminated if state else None
     latest = ended or (state.running if state else None)
     began = latest.started_at if latest else None
@@ -86,7 +86,8 @@ def final_state(state: str, workflow: str, task: str) -> str:
     if state in PIPELINES:
         return PIPELINES[state]
     try:
-        resource = replace(connect(), patience=STATE_SECONDS).workflow(workflow) or {}
+        cluster = replace(connect(), patience=STATE_SECONDS)
+        resource = cluster.get(WORKFLOWS, workflow) or {}
     except (UserError, StageError) as error:
         log.warning("cannot determine the run's result: %s", error)
         return UNKNOWN

@@ -28,7 +28,7 @@ from datetime import UTC, datetime, timedelta
 
 from lathe_base.config.settings import LaunchSettings
 from lathe_base.errors import Code, Preempted, StageError, UserError
-from lathe_launch.cluster.api import DEADLINE, FAILURES, WORK, Cluster, TrainJob, connect
+from lathe_launch.cluster.api import DEADLINE, FAILURES, JOBSETS, WORK, Cluster, TrainJob, connect
 from lathe_launch.cluster.follow import Follower, Patience
 from lathe_launch.cluster.manifest import (
     Launcher,
@@ -154,7 +154,7 @@ class _Attempts:
                 return job
             if (
                 jobs
-                or (self.name and self._cluster.jobset(self.name))
+                or (self.name and self._cluster.get(JOBSETS, self.name))
                 or self._cluster.pods(f"{WORK}={self._work}")
             ):
                 if not told:

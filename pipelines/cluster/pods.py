@@ -15,9 +15,9 @@ import urllib3
 from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 
 from lathe_base.errors import StageError, UserError
-from lathe_launch.cluster.api import Cluster
+from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from lathe_launch.cluster.logs import LogFollower
-from lathe_launch.cluster.reasons import OOM, QUEUE, why_queued
+from lathe_launch.cluster.reasons import OOM, QUEUE, container_state, why_queued
 from lathe_launch.cluster.status import pod_usage
 from lathe_launch.usage import Usage
 from pipelines.cluster.server import KUBE_TIMEOUT, open_cluster
@@ -129,7 +129,7 @@ class Pods:
         """Argo's messages about the run's failure, which Pipelines does not pass on, and what its
         drivers said last; empty if there are none, or no permission."""
         try:
-            workflows = self._cluster.workflows(f"{RUN}={self._run_id}")
+            workflows = self._cluster.matching(WORKFLOWS, f"{RUN}={self._run_id}")
         except (UserError, StageError):
             return []
         # The last words of Pipelines' own pods that failed, which say more than Argo does.
@@ -178,7 +178,7 @@ class Pods:
         killed: dict[str, str] = {}
         # Of several attempts, the last.
         for step, pod in {pod.metadata.labels[STAGE]: pod for pod in pods}.items():
-            state = _main_state(pod)
+            state = container_state(pod, CONTAINER)
             if state and state.terminated and state.terminated.reason == OOM:
                 (main,) = (c for c in pod.spec.containers if c.name == CONTAINER)
                 killed[step] = ((main.resources and main.resources.limits) or {}).get("memory", "")
@@ -236,7 +236,7 @@ def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -
 
 
 def _step(name: str, pod: Any, attempt: int) -> Step:
-    state = _main_state(pod)
+    state = container_state(pod, CONTAINER)
     running = state.running if state else None
     ended = state.terminated if state else None
     latest = ended or running
@@ -250,12 +250,6 @@ def _step(name: str, pod: Any, attempt: int) -> Step:
         why=_why(pod, state),
         pod=pod.metadata.name,
     )
-
-
-def _main_state(pod: Any) -> Any:
-    """The state of a pod's main container; None before it has one."""
-    statuses = pod.status.container_statuses or []
-    return next((status.state for status in statuses if status.name == CONTAINER), None)
 
 
 def _why(pod: Any, state: Any) -> str:
