@@ -47,9 +47,11 @@ def required_shape(recipe: Recipe) -> Shape:
         UserError: the number of processes is not divisible by the number of nodes.
     """
     settings, nodes = recipe.Distributed, recipe.Launch.nodes
+    # The other degrees' processes, which data parallelism multiplies.
     inner = settings.mp_degree * settings.pp_degree * settings.sharding.sharding_degree
     gpus = nodes * (recipe.Launch.gpus_per_node or visible_gpus())
     if settings.dp_degree == "auto":
+        # Rounded down to whole replicas, but at least one process on every node.
         processes = max(gpus // inner, -(-nodes // inner)) * inner
     else:
         processes = settings.dp_degree * inner

@@ -158,7 +158,7 @@ def check_trainer(cluster: Cluster, settings: LaunchSettings) -> str:
     """Let the API server and Trainer's webhook validate a TrainJob, which is not created."""
     shape = Shape(settings.nodes, max(1, settings.gpus_per_node))
     deadline = datetime.now(UTC) + timedelta(hours=1)
-    stage = "pretrain"
+    stage = "pretrain"  # for its entry in Launch.steps
     settings, name = settings.of_step(stage), attempt_name(stage, None)
     job = build([stage], shape, settings, find_launcher(cluster), name, deadline)
     custom = client.CustomObjectsApi(cluster.api)
@@ -231,6 +231,7 @@ def check_gpus(wanted: int) -> str:
 def check_store(root: str) -> Iterator[Finding]:
     """Try every kind of request that Lathe sends to the object store, up to the first failure."""
     for name, operation in StoreProbe(root).operations().items():
+        # One at a time: each relies on what the one before has written.
         (finding,) = run_checks([Check(f"object store: {name}", operation)])
         if name == "conditional put" and finding.state == "ok" and finding.said:
             hint = "publish one release at a time, or use a store with conditional puts"

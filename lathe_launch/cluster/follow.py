@@ -94,6 +94,7 @@ class Follower:
                 return
             if "Failed" in true:
                 self._update_pods()
+                # JobSet deletes the pods of a failed job: what was seen of them explains it.
                 pods = sorted(self._pods.values(), key=reasons.node_rank)
                 logs = self._logs.items()
                 tails = {reasons.node_rank(self._pods[uid]): list(one.tail) for uid, one in logs}
@@ -128,6 +129,7 @@ class Follower:
 
     def _watch_pods(self) -> None:
         """Process pod events until a pod ends or the next poll is due."""
+        # Once a pod has ended, the TrainJob's own end is near.
         ended = [pod for pod in self._pods.values() if reasons.has_ended(pod)]
         seconds = 1 if ended else self._patience.look
         try:
@@ -158,6 +160,7 @@ class Follower:
         self._pods[uid] = pod
         if not reasons.has_started(pod) or uid in self._logs:
             return
+        # All logs are kept, for the last lines of a failure; only the first node's is shown.
         emit = print_line if reasons.node_rank(pod) == 0 else None
         self._logs[uid] = LogFollower(self._cluster, pod.metadata.name, CONTAINER, emit)
         self._logs[uid].start()

@@ -48,6 +48,7 @@ def _ended_before(pod: Any, before: datetime) -> bool:
         return False
     states = [status.state for status in pod.status.container_statuses or []]
     ends = [state.terminated.finished_at for state in states if state and state.terminated]
+    # Of an evicted pod no container's end may be known: it counts as long ago.
     known = [end for end in ends if end]
     return not known or max(known) < before
 

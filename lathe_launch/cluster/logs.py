@@ -47,6 +47,7 @@ class LogFollower(threading.Thread):
         """Read until the container has ended, reconnecting as needed."""
         tries = 0
         while tries < LAST_TRIES:
+            # Asked before reading: a log that is read after its container has ended is complete.
             ended = self._ended.is_set()
             try:
                 self._read(complete=ended)
@@ -62,6 +63,7 @@ class LogFollower(threading.Thread):
             except Exception as error:
                 if not is_transient(error):
                     raise
+            # A running container's log is tried for ever.
             tries += ended
             self._ended.wait(PAUSE_SECONDS)
 
@@ -103,6 +105,7 @@ def nanoseconds(stamp: str) -> int:
 
 def _lines(response: Any, complete: bool) -> Iterator[str]:
     buffer = b""
+    # Split as bytes: a chunk may end within a character.
     for chunk in response.stream(amt=None, decode_content=False):
         *whole, buffer = (buffer + chunk).split(b"\n")
         for line in whole:

@@ -107,6 +107,7 @@ def work_label(
     """The value of the label `WORK`. It only depends on the work and the run, so that a retried
     step finds the TrainJob; an attempt with more memory is the same work."""
     machines = settings.model_dump(exclude={"memory_per_node"})
+    # The image too: after an upgrade, a step does not adopt the work of the version before.
     work = [launcher.run_id, launcher.image, list(command), asdict(shape), machines]
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -164,6 +165,7 @@ def build(
         ),
         spec=m.TrainerV1alpha1TrainJobSpec(
             runtime_ref=m.TrainerV1alpha1RuntimeRef(name=runtime_name(settings)),
+            # A launcher that was killed cannot end it at its deadline.
             active_deadline_seconds=max(1, int((deadline - datetime.now(UTC)).total_seconds())),
             trainer=m.TrainerV1alpha1Trainer(
                 image=launcher.image,
@@ -214,6 +216,7 @@ def _environment(image: str) -> list[dict[str, Any]]:
     """Environment variables for the workers: the store and the run from this process's environment,
     and the store's keys by reference."""
     passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    # The root file system is read-only; libraries write their caches below HOME.
     passed |= {"HOME": "/tmp", IMAGE: image}
     variables: list[dict[str, Any]] = [
         {"name": name, "value": value} for name, value in passed.items()
@@ -262,6 +265,7 @@ def _template(
         "metadata": {"labels": labels | {"app.kubernetes.io/component": "train"}},
         "spec": spec,
     }
+    # Where the pods may run, and as whom.
     place(template, settings, settings.node_pool, bool(settings.gpus_per_node))
     if settings.service_account:
         spec["serviceAccountName"] = settings.service_account
@@ -307,4 +311,5 @@ def _patch(template: dict[str, Any]) -> Any:
 
 def _label(text: str) -> str:
     """The text reduced to a valid label value."""
+    # 63 characters that begin and end with a letter or a digit.
     return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")

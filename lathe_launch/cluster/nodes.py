@@ -174,6 +174,7 @@ def node_pool_shortage(
     """
     listed, matching = _pool_nodes(name, context, settings)
     _require_whole_gpus(gpus, matching, settings)
+    # No node at all, then too few GPUs.
     if not matching and settings.chooses_nodes:
         said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
         return UserError(
@@ -308,6 +309,7 @@ def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: 
         for node in cluster.ask(core.list_node).items
         if takes(node, settings, settings.node_pool, bool(settings.gpus_per_node))
     }
+    # As if the nodes were empty: other pods may end, and the scheduler decides.
     if sum(size // wanted for size in sizes.values()) < settings.nodes:
         there = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in sizes.items())
         raise StageError(

@@ -37,6 +37,7 @@ def place(
     metadata, spec = template.setdefault("metadata", {}), template["spec"]
     for key, entries in (("labels", settings.labels), ("annotations", settings.annotations)):
         _update(metadata, key, dict(entries) | metadata.get(key, {}))  # ours select, and stay
+    # A recipe that chooses nodes replaces the pool; its other labels are added.
     selector = dict(spec.get("nodeSelector", {}))
     if settings.chooses_nodes:
         selector.pop(NODE_POOL, None)
@@ -53,6 +54,7 @@ def place(
             context[name] = settings.run_as_user
     secrets = [{"name": name} for name in settings.image_pull_secrets]
     _update(spec, "imagePullSecrets", _merged(spec.get("imagePullSecrets", []), secrets, "name"))
+    # Volumes have no names in recipes, and need some in pods.
     volumes = {f"lathe-volume-{n}": volume for n, volume in enumerate(settings.volumes)}
     sources = [{"name": name, **volume.source} for name, volume in volumes.items()]
     _update(spec, "volumes", _merged(spec.get("volumes", []), sources, "name"))

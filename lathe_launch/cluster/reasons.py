@@ -160,6 +160,7 @@ def failure(
 
     Preempted: a pod was evicted, or exited with saved state before any other failed.
     """
+    # A user's mistake explains all else.
     for pod in pods:
         if exit_code(pod) == UserError.status:
             return NodeFailed(node_rank(pod), UserError.status, "got invalid input", tails)
@@ -169,6 +170,7 @@ def failure(
             "longer deadline resumes from its last checkpoint",
             Code.TIMEOUT,
         )
+    # Evictions, whatever the workers made of them.
     for pod in pods:
         if pod.status.reason == EVICTED:  # it will be again: by its own use of the node
             why = f"was evicted: {pod.status.message} {EVICTION_HINT}"
@@ -177,6 +179,7 @@ def failure(
             return Preempted(
                 f"node {node_rank(pod)} was evicted ({disrupted.reason}: {disrupted.message})"
             )
+    # The worker that failed first; one that saved its state first was preempted.
     failed = sorted((pod for pod in pods if exit_code(pod)), key=_blame)
     if failed and exit_code(failed[0]) == Preempted.status:
         saved = all(exit_code(pod) == Preempted.status for pod in pods)
@@ -209,6 +212,7 @@ def _blame(pod: Pod) -> tuple[float, int, int]:
         # Kubernetes records when the pod was deleted plus the grace period.
         grace = pod.metadata.deletion_grace_period_seconds or 0
         return float(deletion.timestamp() - grace), 2, node_rank(pod)
+    # Without a time, it is blamed last.
     when = ended.finished_at.timestamp() if ended.finished_at else float("inf")
     return when, ended.exit_code != Preempted.status, node_rank(pod)
 
@@ -277,6 +281,7 @@ def why_queued(cluster: Cluster, kind: str, name: str, waited: float = 0.0) -> s
 def _queue_reason(workload: dict[str, Any]) -> str:
     """What the Workload's conditions say: the last eviction, and what is missing now."""
     conditions = {one["type"]: one for one in workload.get("status", {}).get("conditions", [])}
+    # Conditions are kept when they are no longer true.
     true = {kind for kind, one in conditions.items() if one["status"] == "True"}
     if workload.get("spec", {}).get("active") is False:
         return _said("it was deactivated", conditions.get("Evicted"))

@@ -91,7 +91,7 @@ def run(
                 except (Preempted, WorkerFailed) as error:
                     used += follower.used
                     attempts.end(error)
-        finally:
+        finally:  # also of one that has succeeded: its pods are no longer needed
             if attempts.name:
                 try:
                     replace(cluster, patience=DELETE_PATIENCE).delete(attempts.name)
@@ -201,6 +201,7 @@ class _Attempts:
         log.warning(
             "%s: %s\nrestarting in %.0f s; restarts left: %d", self.name, error, seconds, left
         )
+        # Deleted before the pause: its pods terminate in the meantime.
         if self.name:
             self._cluster.delete(self.name)
         time.sleep(seconds)
@@ -208,7 +209,7 @@ class _Attempts:
     def _takes_more_memory(self) -> bool:
         """Give the next attempt more memory, once; False if there is none."""
         before = self.settings.memory_per_node
-        if before != self._first_memory:
+        if before != self._first_memory:  # it has had more already
             return False
         amount = more_memory(before)
         try:
