@@ -87,6 +87,8 @@ POD_SECONDS = 900
 """Seconds after which the pod ends by itself, if it could not be deleted."""
 SCHEDULING_SECONDS, STARTING_SECONDS, POLL_SECONDS = 30.0, 600.0, 0.5
 LOG_SECONDS = 10.0
+RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+"""What the pod-security level `restricted` requires of containers."""
 OLD_IMAGE = "if the image is older than this checkout: make images, make push"
 
 FROM_HERE = "`make runs` and `make resume` need it: docs/how-to/cluster-runs.md#results"
@@ -225,22 +227,13 @@ def step_pod(
     rest: list[dict[str, Any]] = [
         {"name": f"image-{i}", "command": ["true"]} for i in range(1, len(images))
     ]
-    # Little CPU and memory, the GPUs for the first, and the settings that the pod-security level
-    # `restricted` requires.
+    # Little CPU and memory, and the GPUs for the first.
     containers = [main, *rest]
     for container, image in zip(containers, images, strict=True):
-        granted = gpus if container is main else {}
-        container |= {
-            "image": image,
-            "resources": {
-                "requests": {"cpu": "100m", "memory": "512Mi", **granted},
-                "limits": granted,
-            },
-            "securityContext": {
-                "allowPrivilegeEscalation": False,
-                "capabilities": {"drop": ["ALL"]},
-            },
-        }
+        limits = gpus if container is main else {}
+        requested = {"cpu": "100m", "memory": "512Mi", **limits}
+        container |= {"image": image, "resources": {"requests": requested, "limits": limits}}
+        container["securityContext"] = dict(RESTRICTED)
     spec: dict[str, Any] = {
         "serviceAccountName": placement.service_account or SERVICE_ACCOUNT,
         "restartPolicy": "Never",

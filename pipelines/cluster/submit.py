@@ -126,12 +126,15 @@ def with_machines(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """
     first = next(iter(recipe_names(name, arguments).values()))
     launch = load_recipe(first, arguments["overrides"]).Launch
-    values = {key: getattr(launch, field) for key, field in LAUNCH.items()
-              if field in launch.model_fields_set}  # fmt: skip
+    settings = {
+        key: value
+        for key, field in LAUNCH.items()
+        if field in launch.model_fields_set and (value := getattr(launch, field)) is not None
+    }
+    # Overrides would replace the arguments: they are in `settings` now.
     known = tuple(f"Launch.{field}=" for field in LAUNCH.values())
     overrides = [o for o in arguments["overrides"] if not o.startswith(known)]
-    found = {key: value for key, value in values.items() if value is not None}
-    return found | arguments | {"overrides": overrides}
+    return settings | arguments | {"overrides": overrides}
 
 
 def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
