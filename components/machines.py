@@ -86,9 +86,9 @@ class Pool:
     def overrides(self) -> list[str]:
         """As overrides of a recipe."""
         values: dict[str, object] = {"nodes": self.nodes, "gpus_per_node": self.gpus}
-        given = {"cpus_per_node": self.cpus, "memory_per_node": self.memory, "queue": self.queue}
-        given |= {"node_pool": self.node_pool if self.gpus else ""}
-        values |= {key: value for key, value in given.items() if value}
+        optional = {"cpus_per_node": self.cpus, "memory_per_node": self.memory, "queue": self.queue}
+        optional |= {"node_pool": self.node_pool if self.gpus else ""}
+        values |= {key: value for key, value in optional.items() if value}
         return [f"Launch.{key}={value}" for key, value in values.items()]
 
 
@@ -123,8 +123,8 @@ def placement_overrides(launch: LaunchSettings) -> list[str]:
     """The placement of a run's first recipe as overrides of its others, for their TrainJobs."""
     # Only what the recipe sets: the defaults of its group would hide those of the others.
     keys = {*Placements.model_fields, "extra_resources"}
-    given = launch.model_dump(include=keys, exclude_unset=True)
-    return [f"Launch.{key}={json.dumps(value)}" for key, value in given.items()]  # valid YAML
+    settings = launch.model_dump(include=keys, exclude_unset=True)
+    return [f"Launch.{key}={json.dumps(value)}" for key, value in settings.items()]  # valid YAML
 
 
 def requests(launch: LaunchSettings, sizes: Sizes | None) -> dict[str, Any]:
@@ -168,11 +168,11 @@ def _amounts(
     launch: LaunchSettings, gpus: int, gib: float | None, sizes: Sizes | None
 ) -> tuple[str, str, str]:
     """CPUs, memory and memory limit of a pod with so many GPUs and an estimate of its memory."""
-    given = launch.model_fields_set
+    explicit = launch.model_fields_set
     cores = str(gpu_cores(gpus)) if gpus else sizes.cpus if sizes else MAX_CPU_REQUEST
-    cpus = str(launch.cpus_per_node) if "cpus_per_node" in given else cores
+    cpus = str(launch.cpus_per_node) if "cpus_per_node" in explicit else cores
     # What the user says is both request and limit; an estimate leaves room above itself.
-    if "memory_per_node" in given:
+    if "memory_per_node" in explicit:
         return cpus, launch.memory_per_node, launch.memory_per_node
     shared = SHARED_MEMORY_GIB * gpus or CPU_SHARED_MEMORY_GIB
     if gib is None:

@@ -119,13 +119,13 @@ def plan(
     names = {"recipe": recipe, "prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
     names |= {"finetune_recipe": finetune_recipe}
     overrides = [*CHATS, *overrides] if has_chats else overrides
-    found: dict[str, Any] = {}
+    decided: dict[str, Any] = {}
     if pool:
         # The pool comes first: the user's own overrides replace it.
         overrides = [*pool.overrides, *overrides]
         first = load_recipe(recipe, overrides)
         sizes = run_sizes(first, model)
-        found = requests(first.Launch, sizes)
+        decided = requests(first.Launch, sizes)
         placement = placement_overrides(first.Launch)
         overrides = [*overrides, *placement, *trainjob_overrides(first.Launch, sizes)]
     recipes = {key: load_recipe(value or recipe, overrides) for key, value in names.items()}
@@ -139,8 +139,8 @@ def plan(
             Code.CONFLICTING_OPTIONS,
         )
     for name, settings in SETTINGS.items():
-        found[name] = excerpt_text(recipes[recipe_argument(name)], [*settings, RESTARTS])
-    return found
+        decided[name] = excerpt_text(recipes[recipe_argument(name)], [*settings, RESTARTS])
+    return decided
 
 
 def run_sizes(recipe: Recipe, model: str) -> Sizes | None:

@@ -52,8 +52,8 @@ def compress(
     measured = steps.group(measure, model=dense, data=data, cloze=cloze).outputs
     designed = steps.add(
         design,
-        prune_recipe=steps.found["prune"],
-        qat_recipe=steps.found["quantize"],
+        prune_recipe=steps.resolved["prune"],
+        qat_recipe=steps.resolved["quantize"],
         model=dense,
         exported=measured["exported"],
         costs=measured["costs"],
@@ -93,7 +93,7 @@ def measure(
     scored = steps.add(evaluate, "dense", model=model, data=data, cloze=cloze)
     exported = steps.add(export, "dense", model=model, data=data).outputs["exported"]
     costs = steps.add(estimate, model=model, data=data).outputs["costs"]
-    qat_recipe = steps.found["quantize"]
+    qat_recipe = steps.resolved["quantize"]
     priced = steps.add(price, qat_recipe=qat_recipe, model=model, costs=costs, exported=exported)
     return Measured(
         evaluation=scored.outputs["evaluation"],

@@ -65,8 +65,8 @@ class Target:
     def variables(self) -> list[str]:
         """The variables that the target reads."""
         pairs = [name for name, _ in (*self.switches, *self.off)]
-        own = [*self.words, *self.options, *pairs]
-        return [*dict.fromkeys([*(["PIPELINE", *PIPELINE] if self.is_pipeline else []), *own])]
+        common = ["PIPELINE", *PIPELINE] if self.is_pipeline else []
+        return [*dict.fromkeys([*common, *self.words, *self.options, *pairs])]
 
 
 CLUSTER = "pipelines.cluster"
@@ -115,7 +115,7 @@ class Make:
         # make lists the last assignment first; overrides are variables with a dot in their name.
         variables = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
         self.overrides = [f"{name}={value}" for name, value in variables.items() if "." in name]
-        self.given = [name for name in variables if "." not in name]
+        self.assigned = [name for name in variables if "." not in name]
         self.variables = {**environment, **variables}
         model = self.get("MODEL")
         self.pretrained = model if model in PRETRAINED else ""
@@ -130,7 +130,7 @@ class Make:
         """End this process if a variable in make's command is not one of the target's: it would be
         ignored without a word."""
         known = target.variables
-        for variable in self.given:
+        for variable in self.assigned:
             if variable in known or variable.startswith(ENVIRONMENT):
                 continue
             near = difflib.get_close_matches(variable.upper(), known, 1)

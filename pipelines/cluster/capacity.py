@@ -105,14 +105,14 @@ def _amounts(resources: dict[str, Any], kind: str, known: Mapping[str, Any]) -> 
         known: values of the outputs of `inputs`, to which an amount may refer.
     """
     accelerator = resources.get("accelerator", {})
-    given = {
+    stated = {
         "cpu": resources.get(f"resourceCpu{kind}"),
         "memory": resources.get(f"resourceMemory{kind}"),
         accelerator.get("resourceType"): accelerator.get("resourceCount"),
     }
     values = {
         name: known[match[1]] if (match := PARAMETER.search(value)) else value
-        for name, value in given.items()
+        for name, value in stated.items()
         if value
     }
     return {name: amount for name, v in values.items() if (amount := parse_quantity(v))}
@@ -130,7 +130,7 @@ def capacity_checks(
 
 def _quota(cluster: Cluster, needs: list[Need]) -> Iterator[Finding]:
     quotas = _listed(cluster, "list_namespaced_resource_quota", cluster.namespace)
-    refused = [found for quota in quotas for need in needs for found in _refused(quota, need)]
+    refused = [finding for quota in quotas for need in needs for finding in _refused(quota, need)]
     names = ", ".join(quota.metadata.name for quota in quotas) or "none"
     # The most severe violation: broken comes before warning.
     yield min(refused, key=lambda one: one.state, default=Finding("quota", "ok", names))

@@ -82,9 +82,10 @@ class ResultsReader:
         Raises:
             UserError: it is unknown here.
         """
-        given = os.environ.get(ROOT, "")
-        if given and uri_scheme(given) != "file":  # a volume has models and data sets only
-            return given
+        configured = os.environ.get(ROOT, "")
+        # A volume has models and data sets only.
+        if configured and uri_scheme(configured) != "file":
+            return configured
         try:
             root = config_map(open_cluster(self._namespace), LAUNCHER).get("defaultPipelineRoot")
             if root == "":  # as Pipelines comes

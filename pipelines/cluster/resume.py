@@ -77,10 +77,10 @@ def _compiled(client: Client, run: Any) -> dict[str, Any]:
     if version is None:
         return {}
     with answers():
-        found = client.pipelines.pipeline_service_get_pipeline_version(
+        spec = client.pipelines.pipeline_service_get_pipeline_version(
             version.pipeline_id, version.pipeline_version_id
         ).pipeline_spec
-    return dict(found or {})
+    return dict(spec or {})
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

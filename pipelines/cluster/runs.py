@@ -90,14 +90,14 @@ def latest_runs(client: Client, limit: int) -> list[Run]:
     if not experiments:
         return []
     reader, pods = ResultsReader(client), _usage_of_pods(client)
-    found = pages(
+    listed = pages(
         client.runs.run_service_list_runs,
         "runs",
         experiment_id=experiments[0].experiment_id,
         sort_by="created_at desc",
         page_size=PAGE_SIZE,
     )
-    runs = list(islice(found, limit))
+    runs = list(islice(listed, limit))
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         return list(pool.map(lambda run: _cluster_run(reader, run, pods), runs))
 
@@ -141,8 +141,8 @@ def find_run(name: str, client: Client | None = None) -> Run:
         )
     client = client or connect()
     with answers():
-        found = client.runs.run_service_get_run(name)
-        run = _cluster_run(ResultsReader(client), found, _usage_of_pods(client))
+        details = client.runs.run_service_get_run(name)
+        run = _cluster_run(ResultsReader(client), details, _usage_of_pods(client))
     if run.missing:
         raise UserError(
             f"run {name}: {run.missing}", "see docs/how-to/cluster-runs.md#results", Code.NOT_FOUND

@@ -140,19 +140,19 @@ def stale_schedules(cluster: Cluster) -> str:
         UserError: some do not, or they may not be listed.
     """
     listing = kubernetes.CustomObjectsApi(cluster.api).list_namespaced_custom_object
-    found: dict[str, list[Any]] = {}
+    objects: dict[str, list[Any]] = {}
     for group, version, plural in (WORKFLOWS, SCHEDULED):
         answer = cluster.ask(listing, group, version, cluster.namespace, plural, unless=404)
-        found[plural] = (answer or {}).get("items", [])
-    runs = [run for run in found["workflows"] if OWNER not in run["metadata"].get("labels", {})]
-    if not runs or not found[SCHEDULED[2]]:
+        objects[plural] = (answer or {}).get("items", [])
+    runs = [run for run in objects["workflows"] if OWNER not in run["metadata"].get("labels", {})]
+    if not runs or not objects[SCHEDULED[2]]:
         return "none to compare"
     # Runs that no schedule has created have what Pipelines gives now.
     newest = max(runs, key=lambda run: str(run["metadata"].get("creationTimestamp")))
     current = _images(newest)
     stale = {
         schedule["metadata"]["name"]: sorted(_images(schedule) - current)
-        for schedule in found[SCHEDULED[2]]
+        for schedule in objects[SCHEDULED[2]]
         if current and _images(schedule) and not _images(schedule) <= current
     }
     if stale:
@@ -162,7 +162,7 @@ def stale_schedules(cluster: Cluster) -> str:
             "create them again after the upgrade of Pipelines: make schedule",
             Code.WRONG_VERSION,
         )
-    return ", ".join(schedule["metadata"]["name"] for schedule in found[SCHEDULED[2]])
+    return ", ".join(schedule["metadata"]["name"] for schedule in objects[SCHEDULED[2]])
 
 
 def _images(resource: dict[str, Any]) -> set[str]:

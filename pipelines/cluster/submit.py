@@ -83,9 +83,9 @@ def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
-        given = {key: options.pop(key) for key in MACHINES}
-        given = {key: value for key, value in given.items() if value is not None}
-        function(pipeline, arguments | given, **options)
+        machines = {key: options.pop(key) for key in MACHINES}
+        machines = {key: value for key, value in machines.items() if value is not None}
+        function(pipeline, arguments | machines, **options)
 
     def parameter(name: str) -> inspect.Parameter:
         default, help = MACHINES[name]
@@ -146,13 +146,13 @@ def choose_variant(name: str, arguments: dict[str, Any]) -> Variant:
     names = list(recipe_names(name, arguments).values())
     launch = load_recipe(names[0], arguments["overrides"]).Launch
     # Only the settings that were given: the others are those of the cluster.
-    given = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
+    settings = launch.model_dump(include=set(Placements.model_fields), exclude_unset=True)
     engines = set()
     for recipe in names:
         with suppress(UserError):  # reported by the check of the recipes
             engines.add(load_recipe(recipe, arguments["overrides"]).Compress.engine)
     return Variant(
-        placement=Placements.model_validate(given),
+        placement=Placements.model_validate(settings),
         engine="paddle" if "paddle" in engines else Variant.engine,
         shared_memory=launch.shared_memory,
         shards=launch.shards,

@@ -78,7 +78,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
         **options: Any,
     ) -> None:
         values = {key: options.pop(key) for key in OPTIONS}
-        given = {key: value for key, value in values.items() if value}
+        chosen = {key: value for key, value in values.items() if value}
         # Last, so that they win over an override of the same setting.
         if engine:
             overrides = [*overrides, f"{ENGINE}={engine}"]
@@ -88,14 +88,14 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
             overrides = [*overrides, f"{SHARDS}={shards}"]
         if task:
             overrides = [*overrides, f"{TASKS}={json.dumps(task)}"]
-        arguments = defaults(pipeline, overrides) | given | {"overrides": overrides}
+        arguments = defaults(pipeline, overrides) | chosen | {"overrides": overrides}
         function(pipeline, arguments, **options)
 
     def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(name, keyword, default=default, annotation=kind)
 
-    own = list(inspect.signature(function).parameters.values())[2:]
+    others = list(inspect.signature(function).parameters.values())[2:]
     parameters = [
         parameter("pipeline", Pipeline, "full"),
         *(
@@ -108,7 +108,7 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
         parameter("shards", Shards, None),
         parameter("task", Tasks, []),
         parameter("overrides", Overrides, []),
-        *(parameter(p.name, p.annotation, p.default) for p in own),
+        *(parameter(p.name, p.annotation, p.default) for p in others),
     ]
     # Typer reads a command's options from its signature, and their types from the annotations.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

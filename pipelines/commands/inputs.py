@@ -149,8 +149,8 @@ def check_paths(recipe: Recipe, arguments: Mapping[str, Any]) -> None:
             "give no ENGINE=paddle (Compress.engine), or give a CORPUS= instead of CHAT=",
             Code.UNSUPPORTED,
         )
-    given = arguments.get("corpus") or arguments.get("chat")
-    has_corpus = given or "source" in recipe.Prepare.model_fields_set
+    source = arguments.get("corpus") or arguments.get("chat")
+    has_corpus = source or "source" in recipe.Prepare.model_fields_set
     if data and not has_corpus:
         raise UserError(
             f"Data.Train.dataset.input_dir is {data}, but a pipeline prepares data from a corpus",

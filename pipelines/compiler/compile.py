@@ -105,33 +105,35 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
     """A pipeline's function as KFP traces it: with these defaults, with the parameters `MACHINES`,
     and as one node of the graph, followed by a notification whether or not it succeeds."""
     function, steps = FUNCTIONS[name], Steps(variant)
-    # Its own arguments, without `steps`; conversations take the place of the corpus.
-    own = list(inspect.signature(function).parameters.values())[1:]
-    own = [p.replace(default=defaults.get(p.name, p.default)) for p in own]
+    # Those of the function, without `steps`; conversations take the place of the corpus.
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in parameters]
     if variant.has_chats and takes_chats(name):
-        own = [p.replace(default=p.empty) if p.name in ("chat", "model") else p for p in own]
-        own = sorted(own, key=lambda p: p.default is not p.empty)  # required ones first
-        own = [p for p in own if p.name != "corpus"]
+        parameters = [
+            p.replace(default=p.empty) if p.name in ("chat", "model") else p for p in parameters
+        ]
+        parameters = sorted(parameters, key=lambda p: p.default is not p.empty)  # required first
+        parameters = [p for p in parameters if p.name != "corpus"]
     else:
-        own = [p for p in own if p.name not in CHAT_ARGUMENTS]
+        parameters = [p for p in parameters if p.name not in CHAT_ARGUMENTS]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     added = [
         inspect.Parameter(key, kind, default=default, annotation=type(default))
         for key, (default, _) in MACHINES.items()
     ]
-    signature = inspect.Signature([*own, *added])
+    signature = inspect.Signature([*parameters, *added])
 
     def traced(*values: Any) -> None:
-        given = signature.bind(*values).arguments
-        machines = {key: given.pop(key) for key in MACHINES}
+        arguments = signature.bind(*values).arguments
+        machines = {key: arguments.pop(key) for key in MACHINES}
         is_notified = machines.pop("notify")
         steps.machines = machines
         if variant.inputs is not None:  # a local run, which posts its result by itself
-            function(steps, **given)
+            function(steps, **arguments)
             return
         task = with_webhook(notify(pipeline=name, is_wanted=is_notified))
         with dsl.ExitHandler(place(task, notify.step, variant, {}), name=STEPS):
-            function(steps, **given)
+            function(steps, **arguments)
 
     # KFP takes descriptions from the docstring, whose last section is Args.
     lines = [f"    {key}: {text}" for key, (_, text) in MACHINES.items()]
@@ -310,8 +312,8 @@ def _drawn(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
 @functools.cache
 def code_digest(root: Path = REPOSITORY) -> str:
     """Digest of the packages' files and the images' lock files, the same for all components."""
-    found = [path for package in SOURCES for path in (root / package).rglob("*")]
-    files = sorted(path for path in found if path.is_file() and "__pycache__" not in path.parts)
+    paths = [path for package in SOURCES for path in (root / package).rglob("*")]
+    files = sorted(path for path in paths if path.is_file() and "__pycache__" not in path.parts)
     # The lock files stand for the installed packages.
     files += sorted(root.glob("images/*/*.lock"))
     return digest(json.dumps([[path.relative_to(root).as_posix(), sha256(path)] for path in files]))

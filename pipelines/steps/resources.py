@@ -81,19 +81,19 @@ class Variant:
 
 
 def place(
-    task: PipelineTask, step: Step, variant: Variant, found: Mapping[str, Any]
+    task: PipelineTask, step: Step, variant: Variant, resolved: Mapping[str, Any]
 ) -> PipelineTask:
     """Apply what a component declares about its step.
 
     Args:
-        found: outputs of the component `inputs`.
+        resolved: outputs of the component `inputs`.
     """
     if step.by_engine and variant.engine == "paddle":
         task.set_container_image(PADDLE)
     if step.machine == "waiting":  # whatever the model
         task.set_cpu_request("100m").set_memory_request("512Mi")
     elif variant.inputs is None:
-        _request(task, step.machine, variant.placement, found)
+        _request(task, step.machine, variant.placement, resolved)
     _mount(task, step, variant)
     _schedule(task, step, variant.placement)
     kubernetes.add_pod_label(task, "app.kubernetes.io/name", "lathe")
@@ -123,23 +123,23 @@ def launch_step_name(task: PipelineTask) -> Any:
 
 
 def _request(
-    task: PipelineTask, machine: str, placement: Placements, found: Mapping[str, Any]
+    task: PipelineTask, machine: str, placement: Placements, resolved: Mapping[str, Any]
 ) -> None:
     """Request the amounts of a kind of machine, except those that are given for the step."""
-    given = placement.steps.get(launch_step_name(task)) or StepPlacement()
-    cpus = str(given.cpus) if given.cpus else found[f"{machine}_cpus"]
-    memory = given.memory or found[f"{machine}_memory"]
-    limit = given.memory or found[f"{machine}_memory_limit"]
+    explicit = placement.steps.get(launch_step_name(task)) or StepPlacement()
+    cpus = str(explicit.cpus) if explicit.cpus else resolved[f"{machine}_cpus"]
+    memory = explicit.memory or resolved[f"{machine}_memory"]
+    limit = explicit.memory or resolved[f"{machine}_memory_limit"]
     task.set_cpu_request(cpus).set_memory_request(memory).set_memory_limit(limit)
     values = [cpus, memory, limit]
     if machine not in ("cpu", "text"):
-        settings, gpus = placement.of_step(launch_step_name(task)), found[f"{machine}_gpus"]
+        settings, gpus = placement.of_step(launch_step_name(task)), resolved[f"{machine}_gpus"]
         # A string: Pipelines 2.17 would read another type as empty, and request no GPU.
         task.set_accelerator_type(settings.gpu_resource).set_accelerator_limit(gpus)
         values.append(gpus)
-        kubernetes.add_toleration_json(task, found[f"{machine}_tolerations"])
+        kubernetes.add_toleration_json(task, resolved[f"{machine}_tolerations"])
         if not settings.chooses_nodes:
-            kubernetes.add_node_selector_json(task, found[f"{machine}_node_selector"])
+            kubernetes.add_node_selector_json(task, resolved[f"{machine}_node_selector"])
     # KFP 2.17 overlooks them within conditions and loops.
     task.register_pipeline_channels([v for v in values if isinstance(v, PipelineChannel)])
 

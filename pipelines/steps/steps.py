@@ -64,12 +64,12 @@ class Steps:
 
     Attributes:
         variant: what the pipeline is compiled with.
-        found: outputs of the component `inputs`.
+        resolved: outputs of the component `inputs`.
     """
 
-    def __init__(self, variant: Variant, found: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, variant: Variant, resolved: Mapping[str, Any] | None = None) -> None:
         self.variant = variant
-        self.found: Any = found or {}
+        self.resolved: Any = resolved or {}
         self.machines: Mapping[str, Any] = {}
 
     def look_up(self, recipe: str, overrides: list[str], **sources: Any) -> None:
@@ -80,12 +80,12 @@ class Steps:
         inside list parameters in the step's JSON, which breaks with a recipe's text.
         """
         if self.variant.inputs is not None:
-            self.found = self.variant.inputs
+            self.resolved = self.variant.inputs
             return
         chats = {"has_chats": True} if self.variant.has_chats else {}
         task = inputs(recipe=recipe, overrides=overrides, **sources, **chats, **self.machines)
         place(task, inputs.step, self.variant, {})
-        self.found = task.outputs
+        self.resolved = task.outputs
 
     def add(self, component: Any, name: str = "", **inputs: Any) -> Task:
         """The task of a component's step.
@@ -108,25 +108,25 @@ class Steps:
             # Pipelines' cache key includes the arguments; KFP's executor ignores unknown ones.
             container.args = [*container.args, "--code", self.variant.code]
         # The step's inputs that it declares rather than a pipeline passes.
-        known = {"recipe": self.found[SHARED.get(component.name, component.name)]}
+        known = {"recipe": self.resolved[SHARED.get(component.name, component.name)]}
         if step.reads == "text":
-            known["corpus"] = self.found["corpus"]
+            known["corpus"] = self.resolved["corpus"]
         if step.reads:
-            known["contents"] = self.found[step.reads]
-        return place(clone(**known, **inputs), step, self.variant, self.found)
+            known["contents"] = self.resolved[step.reads]
+        return place(clone(**known, **inputs), step, self.variant, self.resolved)
 
-    def group(self, function: Callable[..., Any], **given: Any) -> Any:
+    def group(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """A sub-pipeline, one node of the graph, with the name of `function`, the steps that
-        `function(steps, **given)` adds, and the outputs that it returns."""
+        `function(steps, **arguments)` adds, and the outputs that it returns."""
         # A sub-pipeline sees its own inputs only. Traced with all that was found, it tells which
         # of these its steps use.
         outputs = inputs.component_spec.outputs
         types = {name: TYPES[spec.type.partition("[")[0]] for name, spec in outputs.items()}
         within = Steps(self.variant)
         _traced(function, within, types)  # this one is thrown away
-        used = within.found.used
+        used = within.resolved.used
         traced = _traced(function, within, {name: types[name] for name in sorted(used)})
-        return traced(**given, **{name: self.found[name] for name in used})
+        return traced(**arguments, **{name: self.resolved[name] for name in used})
 
     def prepare(self, **inputs: Any) -> Task:
         """Tokenize the corpus, in one step per shard if the run has several shards."""
@@ -136,14 +136,14 @@ class Steps:
         numbers = range(1, variant.shards + 1)
         finished = {n: variant.finished.get(shard_key(n)) for n in numbers}
         # Shards that an earlier run has tokenized are taken; the others run in parallel.
-        given: dict[str, Any] = {"finished": [f["tokens"] for f in finished.values() if f]}
+        parts: dict[str, Any] = {"finished": [f["tokens"] for f in finished.values() if f]}
         if left := [n for n, outputs in finished.items() if not outputs]:
             chosen = self.add(tokenizer, **inputs).outputs["vocabulary"]
             with dsl.ParallelFor(left, name="shards") as number:
                 part = {"tokenizer": chosen, "shard": number, "of": variant.shards}
                 shard = self.add(tokenize, **part)
-            given["shards"] = dsl.Collected(shard.outputs["tokens"])
-        return self.add(join, **given)
+            parts["shards"] = dsl.Collected(shard.outputs["tokens"])
+        return self.add(join, **parts)
 
     def compare(self, models: Mapping[str, Any], data: Any, cloze: str) -> dict[str, Any]:
         """Evaluate and export every model, with the first as reference; the results are inputs of
@@ -162,7 +162,7 @@ class Steps:
         return results
 
 
-class _Found(dict[str, Any]):
+class _Resolved(dict[str, Any]):
     """The outputs of `inputs` within a sub-pipeline, which notes those that its steps use."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -174,19 +174,19 @@ class _Found(dict[str, Any]):
         return super().__getitem__(name)
 
 
-def _traced(function: Callable[..., Any], steps: Steps, found: Mapping[str, type]) -> Any:
-    """A sub-pipeline with the parameters of `function`, and `found`, name to type, which its steps
-    use."""
-    own = list(inspect.signature(function).parameters.values())[1:]
+def _traced(function: Callable[..., Any], steps: Steps, resolved: Mapping[str, type]) -> Any:
+    """A sub-pipeline with the parameters of `function`, and those of `resolved`, name to type,
+    which its steps use."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    more = [inspect.Parameter(name, kind, annotation=type) for name, type in found.items()]
-    signature = inspect.signature(function).replace(parameters=[*own, *more])
+    added = [inspect.Parameter(name, kind, annotation=type) for name, type in resolved.items()]
+    signature = inspect.signature(function).replace(parameters=[*parameters, *added])
 
     @functools.wraps(function)
     def traced(*values: Any) -> Any:
-        given = signature.bind(*values).arguments
-        steps.found = _Found({name: given.pop(name) for name in found})
-        return function(steps, **given)
+        arguments = signature.bind(*values).arguments
+        steps.resolved = _Resolved({name: arguments.pop(name) for name in resolved})
+        return function(steps, **arguments)
 
     traced.__signature__ = signature  # type: ignore[attr-defined]
     # KFP traces no pipeline within another.
