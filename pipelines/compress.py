@@ -49,6 +49,7 @@ def compress(
 
     dense = imported(model)
     data = steps.prepare(model=dense).outputs["data"]
+    # Target and budget are relative to these figures.
     measured = steps.group(measure, model=dense, data=data, cloze=cloze).outputs
     designed = steps.add(
         design,
@@ -117,6 +118,7 @@ def search(
 ) -> None:
     """A sub-pipeline: train every design, rehearse the deployment of the best model, and report on
     it."""
+    # A resumed run that has chosen needs no trials.
     trials = {}
     if choose.name not in steps.variant.finished:
         with dsl.ParallelFor(proposed, name="trials") as trial:

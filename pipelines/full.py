@@ -43,6 +43,7 @@ def full(
     sources |= {"model" if chat else "init": model}
     steps.look_up(recipe, overrides, **recipes, **sources)
 
+    # Conversations finetune a model, and are rendered by its template; text trains one.
     if chat:
         start = imported(model)
         data = steps.prepare(tokenizer=tokenizer, model=start).outputs["data"]

@@ -34,6 +34,7 @@ def pretrain(
     steps.look_up(recipe, overrides, **sources)
     data = steps.prepare(tokenizer=tokenizer).outputs["data"]
     trained = steps.add(train, data=data, init=model).outputs["model"]
+    # Other trainings with the same settings, beside the one whose model is evaluated.
     with dsl.If(kills > 0, "certified"):
         steps.add(certify, data=data, kills=kills)
     steps.add(evaluate, "dense", model=trained, data=data, cloze=cloze)

@@ -11,8 +11,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +93,7 @@ def make(name: str, flavour: str, wanted: str) -> None:
             f"{folder} is a link to {folder.resolve()}, which may be another checkout's",
             "remove the link, so that this checkout gets an environment of its own",
         )
-    if name == "dev":
+    if name == "dev":  # tools in the same environment
         make("train", flavour, wanted)
     elif folder.exists() and any(folder.iterdir()) and not stamp.exists():
         raise InstallError(f"{folder} was not made by `make`", "move it away: its name is needed")
@@ -110,9 +108,16 @@ def make(name: str, flavour: str, wanted: str) -> None:
     size = CUDA_SIZES[name] if build == "cuda" else environment.size
     print(f"installing {environment.folder}: {environment.contents} ({size})", flush=True)
     lock = ROOT / locks[build]
-    with _incomplete(folder, stamp):
+    folder.mkdir(exist_ok=True)
+    # The stamp is empty until the environment is complete, and locked: two calls of `make` may run.
+    with stamp.open("w") as lock_file:
+        fcntl.flock(lock_file, fcntl.LOCK_EX)
         if name != "dev":
-            _empty(folder, stamp)
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path != stamp:
+                    path.unlink()
             create(folder, find_python(environment, installer))
         # Triton's processes write no bytecode: without any, each would compile all that it imports.
         # Those of the first tests would compile the same modules beside each other.
@@ -205,23 +210,6 @@ def create(folder: Path, python: str) -> None:
 def _stamp_contents(lock: str) -> str:
     """The identity of an environment: its lock file, for this checkout."""
     return f"{lock} {hashlib.sha256((ROOT / lock).read_bytes()).hexdigest()} {ROOT}\n"
-
-
-@contextmanager
-def _incomplete(folder: Path, stamp: Path) -> Iterator[None]:
-    """Hold an environment for this process; its stamp is empty until it is complete."""
-    folder.mkdir(exist_ok=True)
-    with stamp.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
-
-
-def _empty(folder: Path, stamp: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path != stamp:
-            path.unlink()
 
 
 def _add_lathe(folder: Path) -> None:

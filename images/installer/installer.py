@@ -18,6 +18,7 @@ from indexes import IndexAnswer
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OWN_UV = ROOT / ".uv"
+LARGE = 100  # MiB; the download of smaller packages is not worth a line
 OLDEST_UV = (0, 5)  # knows UV_INDEX and UV_DEFAULT_INDEX
 
 
@@ -109,16 +110,16 @@ def find_installer(wanted: str = "") -> Installer:
     if wanted == "pip":
         return Installer(None, dict(os.environ))
     environment = indexes.uv_environment(indexes.pip_settings())
-    own = OWN_UV / "bin" / "uv"
-    for candidate in (shutil.which("uv"), own):
+    installed_uv = OWN_UV / "bin" / "uv"
+    for candidate in (shutil.which("uv"), installed_uv):
         if candidate and _is_usable(Path(candidate)):
             return Installer(Path(candidate), environment)
     # In a separate folder, so that no existing Python is changed.
     command = [*pip(), "install", "--no-deps", "--require-hashes", "--upgrade"]
     command += ["--requirement", str(HERE / "uv.lock"), "--target", str(OWN_UV)]
     installed = subprocess.run(command, capture_output=True)
-    if installed.returncode == 0 and _is_usable(own):
-        return Installer(own, environment)
+    if installed.returncode == 0 and _is_usable(installed_uv):
+        return Installer(installed_uv, environment)
     print("cannot install uv from the package index: using pip, which takes minutes", flush=True)
     return Installer(None, dict(os.environ))
 
@@ -161,9 +162,6 @@ def _pip_with_cpu_build(torch: str, index: str, given: dict[str, str]) -> dict[s
             if asked.returncode == 0:
                 return environment
     return None
-
-
-LARGE = 100  # MiB; smaller packages are not worth a line
 
 
 def _run_with_progress(command: list[str], environment: dict[str, str], what: str) -> None:
