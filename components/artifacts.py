@@ -137,7 +137,7 @@ def record(result: Any, metrics: dsl.Metrics, *artifacts: dsl.Artifact) -> None:
     # JSON, in which Pipelines stores them, has no NaN and no infinity.
     numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
     figures = {k: v for k, v in numbers.items() if math.isfinite(v)}
-    # The usage depends on the machine: it does not belong to the artifacts.
+    # Not of the artifacts: their metadata is part of cache keys, and usage differs every time.
     workers = Usage.of_figures(figures)
     figures = {name: value for name, value in figures.items() if not name.startswith(PREFIX)}
     logged = figures | (step_usage() + workers).priced().figures
