@@ -268,7 +268,7 @@ def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
         NoRoom: the pod could not be scheduled.
         UserError, StageError: it could not be created, or has not started.
     """
-    with _pod(cluster, body) as name:
+    with _temporary_pod(cluster, body) as name:
         images = [container["image"] for container in body["spec"]["containers"]]
         if trouble := _wait_for_start(cluster, name):
             yield trouble
@@ -288,7 +288,7 @@ def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
 
 
 @contextmanager
-def _pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[str]:
+def _temporary_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[str]:
     """Create the pod; leaving the block deletes it, undisturbed by further signals."""
     core, name = kubernetes.CoreV1Api(cluster.api), body["metadata"]["name"]
     try:
