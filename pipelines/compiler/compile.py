@@ -254,7 +254,47 @@ class PlacedStep(NamedTuple):
 def placed_steps(name: str, has_chats: bool = False) -> list[PlacedStep]:
     """All steps of pipeline `name` and its sub-pipelines, in topological order."""
     spec = built(name, has_chats).pipeline_spec
-    return list(_placed_steps(spec, _body(spec)))
+
+    def steps(dag: Any) -> Iterator[PlacedStep]:
+        for task in (dag.tasks[key] for key in _in_order(dag)):
+            part = spec.components[task.component_ref.name]
+            executor = spec.deployment_spec["executors"].fields.get(part.executor_label)
+            if part.dag.tasks:
+                yield from steps(part.dag)
+            elif executor and "container" in executor.struct_value:  # else an import
+                arguments = list(executor.struct_value["container"]["args"])
+                stage = arguments[arguments.index(FUNCTION) + 1]
+                argument = recipe_argument(stage)
+                # A pipeline without an argument for this recipe has one recipe for all steps.
+                is_there = argument in spec.root.input_definitions.parameters
+                recipe = argument if is_there else argument and "recipe"
+                yield PlacedStep(task.task_info.name, stage, recipe)
+
+    return list(steps(_body(spec)))
+
+
+def mermaid(name: str, has_chats: bool = False) -> str:
+    """Mermaid diagram of pipeline `name`: its steps and their dependencies, with a box around each
+    sub-pipeline."""
+    spec = built(name, has_chats).pipeline_spec
+
+    def lines(dag: Any, prefix: str, indent: str) -> Iterator[str]:
+        order = _in_order(dag)
+        for key in order:
+            task = dag.tasks[key]
+            inner = spec.components[task.component_ref.name].dag
+            label = "model" if key == "importer" else task.task_info.name
+            if inner.tasks:
+                yield f'{indent}subgraph {prefix}{key}["{label}"]'
+                yield from lines(inner, f"{prefix}{key}_", indent + INDENT)
+                yield f"{indent}end"
+            else:
+                yield f'{indent}{prefix}{key}["{label}"]'
+        for key in order:
+            for earlier in sorted(set(dag.tasks[key].dependent_tasks)):
+                yield f"{indent}{prefix}{earlier} --> {prefix}{key}"
+
+    return "\n".join(["flowchart LR", *lines(_body(spec), "", INDENT)])
 
 
 def _body(spec: Any) -> Any:
@@ -262,51 +302,10 @@ def _body(spec: Any) -> Any:
     return spec.components[spec.root.dag.tasks[EXIT_HANDLER].component_ref.name].dag
 
 
-def _placed_steps(spec: Any, dag: Any) -> Iterator[PlacedStep]:
-    """Steps of a DAG."""
-    for task in (dag.tasks[name] for name in _in_order(dag)):
-        part = spec.components[task.component_ref.name]
-        executor = spec.deployment_spec["executors"].fields.get(part.executor_label)
-        if part.dag.tasks:
-            yield from _placed_steps(spec, part.dag)
-        elif executor and "container" in executor.struct_value:
-            arguments = list(executor.struct_value["container"]["args"])
-            stage = arguments[arguments.index(FUNCTION) + 1]
-            argument = recipe_argument(stage)
-            # A pipeline without an argument for this recipe has one recipe for all steps.
-            is_there = argument in spec.root.input_definitions.parameters
-            recipe = argument if is_there else argument and "recipe"
-            yield PlacedStep(task.task_info.name, stage, recipe)
-
-
 def _in_order(dag: Any) -> list[str]:
     """Task names in a topological order that, unlike protobuf maps, is always the same."""
     before = {name: sorted(task.dependent_tasks) for name, task in sorted(dag.tasks.items())}
     return list(TopologicalSorter(before).static_order())
-
-
-def mermaid(name: str, has_chats: bool = False) -> str:
-    """Mermaid diagram of pipeline `name`: its steps and their dependencies, with a box around each
-    sub-pipeline."""
-    spec = built(name, has_chats).pipeline_spec
-    return "\n".join(["flowchart LR", *_drawn(spec, _body(spec), "", INDENT)])
-
-
-def _drawn(spec: Any, dag: Any, prefix: str, indent: str) -> Iterator[str]:
-    order = _in_order(dag)
-    for name in order:
-        task, key = dag.tasks[name], f"{prefix}{name}"
-        inner = spec.components[task.component_ref.name].dag
-        label = "model" if name == "importer" else task.task_info.name
-        if inner.tasks:
-            yield f'{indent}subgraph {key}["{label}"]'
-            yield from _drawn(spec, inner, f"{key}_", indent + INDENT)
-            yield f"{indent}end"
-        else:
-            yield f'{indent}{key}["{label}"]'
-    for name in order:
-        for earlier in sorted(set(dag.tasks[name].dependent_tasks)):
-            yield f"{indent}{prefix}{earlier} --> {prefix}{name}"
 
 
 @functools.cache
