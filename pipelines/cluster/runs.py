@@ -40,12 +40,13 @@ from pipelines.cluster.server import (
     Client,
     answers,
     connect,
+    find,
     is_configured,
     open_cluster,
     pages,
     run_state,
 )
-from pipelines.cluster.submit import EXPERIMENT, find
+from pipelines.cluster.submit import EXPERIMENT
 from pipelines.commands.arguments import error_messages, wide_console
 from pipelines.commands.inputs import RUN_LOG
 from pipelines.local.run import RUNS
@@ -260,9 +261,9 @@ def comparison_table(
             next((row for row in result.rows if row.name == name), None) for result in results
         ]
         known = [model for model in models if model]
-        for column in columns(known):
-            figures = [str(column.cell(m, known[0])) if m else ABSENT for m in models]
-            table.add_row(f"{name}: {column.title}", *figures)
+        for metric in columns(known):
+            figures = [str(metric.cell(m, known[0])) if m else ABSENT for m in models]
+            table.add_row(f"{name}: {metric.title}", *figures)
     best = [result.best or {} for result in results]
     for name in dict.fromkeys(name for metrics in best for name in metrics):
         figures = [f"{metrics[name]:.4g}" if name in metrics else ABSENT for metrics in best]

@@ -234,13 +234,14 @@ def _worker(command: list[str], lock: int, folder: Path) -> Iterator[subprocess.
         for number in SIGNALS:  # a second one must not interrupt the cleanup
             signal.signal(number, signal.SIG_IGN)
         # SIGTERM, then wait for all of its process group, then SIGKILL.
-        deadline, number = time.monotonic() + GRACE_SECONDS, int(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        sent: int = signal.SIGTERM
         with suppress(ProcessLookupError):
             while True:
                 worker.poll()  # a zombie still belongs to the group
-                os.killpg(worker.pid, number)
+                os.killpg(worker.pid, sent)
                 time.sleep(0.1)
-                number = signal.SIGKILL if time.monotonic() > deadline else 0
+                sent = signal.SIGKILL if time.monotonic() > deadline else 0
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -152,8 +152,8 @@ class CheckedCache(LocalCache):
             if (old := _read_metadata(path)) and old.task == task
         ]
         if changes:
-            changed = ", ".join(min(changes, key=len))
-            logging.info("Task %s %s: changed: %s", task, DONE_AGAIN, changed)
+            fewest = min(changes, key=len)
+            logging.info("Task %s %s: changed: %s", task, DONE_AGAIN, ", ".join(fewest))
         else:
             logging.info("Task %s %s", task, FIRST)
         return None
