@@ -1,5 +1,5 @@
-"""What Kubernetes says about the steps of a run: what a pod has used (how long it waited and ran,
-with which GPUs), and the final state of a task."""
+"""Reads the status of a run's steps from Kubernetes: what a pod has used (how long it waited and
+ran, with which GPUs), and the final state of a task."""
 
 import base64
 import gzip

@@ -20,7 +20,7 @@ from lathe_launch.cluster.logs import LogFollower
 from lathe_launch.cluster.reasons import OOM, QUEUE, container_state, why_queued
 from lathe_launch.cluster.status import pod_usage
 from lathe_launch.usage import Usage
-from pipelines.cluster.server import KUBE_TIMEOUT, open_cluster
+from pipelines.cluster import server
 from pipelines.local.log import StageLog
 
 STAGE, RUN = "lathe/stage", "pipeline/runid"
@@ -219,12 +219,12 @@ def usage_by_run(cluster: Cluster) -> dict[str, dict[str, Usage]]:
 def open_pods(run_id: str, namespace: str, emit: Callable[[str], None] | None) -> Pods | str:
     """The run's pods, or the reason why they cannot be read."""
     try:
-        cluster = open_cluster(namespace)
+        cluster = server.open_cluster(namespace)
         kubernetes.CoreV1Api(cluster.api).list_namespaced_pod(
             cluster.namespace,
             label_selector=f"{RUN}={run_id}",
             limit=1,
-            _request_timeout=KUBE_TIMEOUT,
+            _request_timeout=server.KUBE_TIMEOUT,
         )
     except StageError as error:
         return str(error)
