@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from lathe.data.tokenizer import load_tokenizer, save_tokenizer
 from lathe.data.tokens import TokenBlend, TokenDataset, TokenSequences
 from lathe_base.artifacts.kinds import DATA
@@ -47,26 +49,7 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
     """
     folders = [folder for folder, _ in parts]
     claim_output_folder(output, DATA, *folders)
-    opened = _open_parts(parts)
-    seen: set[Path] = set()
-    for folder in folders:
-        if folder.resolve() in seen:
-            raise UserError(
-                f"{folder}: given twice",
-                "give it once, with the sum of the weights",
-                Code.DUPLICATE,
-            )
-        seen.add(folder.resolve())
-    tokenizer = load_tokenizer(opened[0].folder)
-    for part in opened[1:]:
-        theirs = load_tokenizer(part.folder)
-        if theirs.to_str() != tokenizer.to_str():
-            raise UserError(
-                f"{part.folder}: another tokenizer ({theirs.get_vocab_size():,} ids) than "
-                f"{opened[0].folder}'s ({tokenizer.get_vocab_size():,} ids)",
-                f"prepare it with --tokenizer {opened[0].folder}",
-                Code.WRONG_TOKENIZER,
-            )
+    opened, tokenizer = _open_parts(parts)
     # Links to all parts, or copies, then what a plain data set has too: tokenizer, held-out sets,
     # metadata.
     with atomic_folder(output, DATA) as work:
@@ -106,7 +89,10 @@ def blend(parts: Sequence[tuple[Path, float]], output: Path) -> TokenBlend:
     return blended
 
 
-def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
+def _open_parts(
+    parts: Sequence[tuple[Path, float]],
+) -> tuple[list[TokenSequences], Tokenizer]:
+    """Open the parts, which have one tokenizer; raises as `blend` does."""
     if not 2 <= len(parts) <= MAX_BLEND_PARTS:
         raise UserError(
             f"{len(parts)} data sets to blend",
@@ -123,7 +109,26 @@ def _open_parts(parts: Sequence[tuple[Path, float]]) -> list[TokenSequences]:
                 f"{folder}: is itself a blend", "give its parts instead", Code.WRONG_KIND
             )
         opened.append(part)
-    return opened
+    seen: set[Path] = set()
+    for folder, _ in parts:
+        if folder.resolve() in seen:
+            raise UserError(
+                f"{folder}: given twice",
+                "give it once, with the sum of the weights",
+                Code.DUPLICATE,
+            )
+        seen.add(folder.resolve())
+    tokenizer = load_tokenizer(opened[0].folder)
+    for part in opened[1:]:
+        theirs = load_tokenizer(part.folder)
+        if theirs.to_str() != tokenizer.to_str():
+            raise UserError(
+                f"{part.folder}: another tokenizer ({theirs.get_vocab_size():,} ids) than "
+                f"{opened[0].folder}'s ({tokenizer.get_vocab_size():,} ids)",
+                f"prepare it with --tokenizer {opened[0].folder}",
+                Code.WRONG_TOKENIZER,
+            )
+    return opened, tokenizer
 
 
 def _bad_weight(folder: Path, weight: float | str) -> UserError:

@@ -272,7 +272,12 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
                 "correct or remove the row",
                 Code.MALFORMED,
             ) from None
-    tools = row.get("tools") or None
+    return messages, _tools(row, where)
+
+
+def _tools(row: Mapping[str, Any], where: str) -> list[dict[str, Any]] | None:
+    """The tools of a row, a list or its JSON; None if there are none."""
+    tools: Any = row.get("tools") or None
     if isinstance(tools, str):
         tools = parse_json(tools, f"{where}: tools", "write a list of tools") or None
     if tools is not None and not (
@@ -281,7 +286,8 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
         raise UserError(
             f"{where}: tools is not a list of objects", "write OpenAI's form", Code.MALFORMED
         )
-    return messages, tools
+    checked: list[dict[str, Any]] | None = tools
+    return checked
 
 
 def unmarked(document: str) -> str:

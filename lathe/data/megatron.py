@@ -196,37 +196,8 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
     pointers = np.frombuffer(index, "<i8", n, HEADER.size + 4 * n)
     doc_idx = np.frombuffer(index, "<i8", d, HEADER.size + 12 * n)
     modes = np.frombuffer(index, "<i1", n, plain) if len(index) > plain else None
-    size, needed = bin_file.stat().st_size, int(sizes.sum(dtype=np.int64)) * dtype.itemsize
-    if size != needed:
-        hint = "copy or prepare the data set again; one of the two is truncated"
-        if size - needed == np.count_nonzero(np.diff(doc_idx)) * dtype.itemsize:
-            hint = (
-                "prepare the data set again: as of Megatron-DeepSpeed's preprocess_data.py with "
-                "--append-eod, it does not count the end-of-text token of any document"
-            )
-        raise UserError(
-            f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}", hint, Code.CORRUPT
-        )
-    # Sequences may be in any order in `.bin`, but within it, and none in another.
-    lengths = sizes.astype(np.int64) * dtype.itemsize
-    inside = (sizes >= 0) & (pointers >= 0) & (pointers <= size - lengths)
-    if not inside.all() or (pointers % dtype.itemsize).any():
-        raise UserError(
-            f"{idx_file}: points outside {bin_file.name}",
-            "prepare the data set again",
-            Code.CORRUPT,
-        )
-    order = np.argsort(pointers, kind="stable")
-    if (pointers[order][1:] < (pointers + lengths)[order][:-1]).any():
-        raise UserError(
-            f"{idx_file}: sequences overlap", "prepare the data set again", Code.CORRUPT
-        )
-    if d and (doc_idx[0] != 0 or doc_idx[-1] != n or (doc_idx[1:] < doc_idx[:-1]).any()):
-        raise UserError(
-            f"{idx_file}: invalid document boundaries for {n:,} sequences",
-            "prepare the data set again",
-            Code.CORRUPT,
-        )
+    size = bin_file.stat().st_size
+    _require_one_data_set(bin_file, idx_file, size, dtype.itemsize, sizes, pointers, doc_idx)
     tokens = np.memmap(bin_file, dtype, "r") if size else np.zeros(0, dtype)  # mmap takes no 0
     mask, mask_file = None, bin_file.with_suffix(".mask")
     if size and mask_file.is_file():
@@ -238,6 +209,51 @@ def read_megatron(bin_file: Path, idx_file: Path) -> TokenArrays:
                 Code.CORRUPT,
             )
     return TokenArrays(tokens, pointers // dtype.itemsize, sizes, doc_idx, modes, mask)
+
+
+def _require_one_data_set(
+    bin_file: Path,
+    idx_file: Path,
+    size: int,
+    itemsize: int,
+    sizes: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    doc_idx: NDArray[np.int64],
+) -> None:
+    """Raise UserError unless the arrays of an index describe a `.bin` of `size` bytes."""
+    needed = int(sizes.sum(dtype=np.int64)) * itemsize
+    if size != needed:
+        hint = "copy or prepare the data set again; one of the two is truncated"
+        if size - needed == np.count_nonzero(np.diff(doc_idx)) * itemsize:
+            hint = (
+                "prepare the data set again: as of Megatron-DeepSpeed's preprocess_data.py with "
+                "--append-eod, it does not count the end-of-text token of any document"
+            )
+        raise UserError(
+            f"{bin_file}: {size:,} bytes, but {idx_file.name} lists {needed:,}", hint, Code.CORRUPT
+        )
+    # Sequences may be in any order in `.bin`, but within it, and none in another.
+    lengths = sizes.astype(np.int64) * itemsize
+    inside = (sizes >= 0) & (pointers >= 0) & (pointers <= size - lengths)
+    if not inside.all() or (pointers % itemsize).any():
+        raise UserError(
+            f"{idx_file}: points outside {bin_file.name}",
+            "prepare the data set again",
+            Code.CORRUPT,
+        )
+    order = np.argsort(pointers, kind="stable")
+    if (pointers[order][1:] < (pointers + lengths)[order][:-1]).any():
+        raise UserError(
+            f"{idx_file}: sequences overlap", "prepare the data set again", Code.CORRUPT
+        )
+    if len(doc_idx) and (
+        doc_idx[0] != 0 or doc_idx[-1] != len(sizes) or (doc_idx[1:] < doc_idx[:-1]).any()
+    ):
+        raise UserError(
+            f"{idx_file}: invalid document boundaries for {len(sizes):,} sequences",
+            "prepare the data set again",
+            Code.CORRUPT,
+        )
 
 
 def check_ids(arrays: TokenArrays, vocab_size: int, where: Path) -> None:
