@@ -189,17 +189,17 @@ class Connections:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._states: dict[Connection, State] = {}
+        self._open: set[Connection] = set()
+        # When each has come to its state; a dict keeps the order, so the first has waited longest.
         self._since: dict[State, dict[Connection, float]] = {state: {} for state in SECONDS}
         self.half_closed: set[Connection] = set()
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._open)
 
     def add(self, connection: "Connection") -> None:
         """Accept a new connection, or reject it if all others are being answered."""
-        if len(self._states) >= self._limit:
-            # Each dict is in the order of `put`, so its first connection has waited for longest.
+        if len(self._open) >= self._limit:
             unused = (one for state in ("idle", "head") for one in self._since[state])
             if (oldest := next(unused, None)) is None:
                 what = f"{self._limit} connections are already being answered"
@@ -212,18 +212,17 @@ class Connections:
     def put(self, connection: "Connection", state: State) -> None:
         """Set the state of a connection."""
         self.remove(connection)
-        self._states[connection] = state
+        self._open.add(connection)
+        connection.state = state
         if state in self._since:
             self._since[state][connection] = time.monotonic()
 
     def remove(self, connection: "Connection") -> None:
         """Forget a connection that has ended."""
-        if state := self._states.pop(connection, None):
-            self._since.get(state, {}).pop(connection, None)
-
-    def state(self, connection: "Connection") -> State | None:
-        """The state of a connection; None after it is closed."""
-        return self._states.get(connection)
+        self._open.discard(connection)
+        for since in self._since.values():
+            since.pop(connection, None)
+        connection.state = None
 
     def sweep(self) -> None:
         """Close connections that have timed out."""
@@ -239,8 +238,8 @@ class Connections:
         New ones, and those that have begun to send a request, stay open, so that the request is
         rejected rather than lost.
         """
-        for connection in list(self._states):
-            if connection.cycle is not None and self._states[connection] != "head":
+        for connection in list(self._open):
+            if connection.cycle is not None and connection.state != "head":
                 connection.shutdown()
 
     def abort_reset(self) -> None:
@@ -252,7 +251,7 @@ class Connections:
 
     def abort(self) -> None:
         """Close all connections at once."""
-        for connection in list(self._states):
+        for connection in list(self._open):
             connection.transport.abort()
 
 
@@ -310,7 +309,12 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
 
     It uses h11 rather than the faster httptools, which loses the body of requests that offer an
     upgrade to HTTP/2, as Java's client always does, and answers HTTP/1.0 in chunks.
+
+    Attributes:
+        state: set by `Connections`; None before it is accepted, and after it is closed.
     """
+
+    state: State | None = None
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
@@ -354,13 +358,13 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._all.state(self) == "idle":
+        if self.state == "idle":
             self._all.put(self, "head")
         super().data_received(data)
         may_switch = self.conn.their_state is h11.MIGHT_SWITCH_PROTOCOL  # type: ignore[attr-defined]
         if may_switch and not self.conn.trailing_data[0]:
             self.flow.resume_reading()  # so that it is seen when the client leaves
-        if self._is_answering and self._all.state(self) == "head":
+        if self._is_answering and self.state == "head":
             self._all.put(self, "answer")
 
     def refuse(self, error: ApiError) -> None:
@@ -407,12 +411,12 @@ class Connection(HTTPProtocol):  # type: ignore[misc]
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._all.state(self) == "answer":
+        if self.state == "answer":
             self._all.put(self, "blocked")
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._all.state(self) == "blocked":
+        if self.state == "blocked":
             self._all.put(self, "answer")
 
     @property

@@ -86,6 +86,7 @@ class OpenVINOModel(ExportedModel):
         has_bfloat16 = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         self._is_bfloat16 = has_bfloat16 and flavour.startswith("int")
         precision = "bf16" if self._is_bfloat16 else "f32"
+        self._cache_type = openvino.Type.bf16 if self._is_bfloat16 else openvino.Type.f32
         caches = ("KV_CACHE_PRECISION", "KEY_CACHE_PRECISION", "VALUE_CACHE_PRECISION")
         options = {
             "INFERENCE_PRECISION_HINT": precision,
@@ -110,10 +111,6 @@ class OpenVINOModel(ExportedModel):
             self.prefix = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
         self._bound: list[Any] = []
         self._fed: dict[str, NDArray[Any]] = {}  # the inputs' memory
-
-    @property
-    def _cache_type(self) -> openvino.Type:
-        return openvino.Type.bf16 if self._is_bfloat16 else openvino.Type.f32
 
     def rows(self, cache: KVCache, first: int, last: int) -> PagedCache:
         assert isinstance(cache, PagedCache)

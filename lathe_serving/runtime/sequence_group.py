@@ -212,7 +212,7 @@ class Samples(SequenceGroup):
 
     def expire(self) -> None:
         for branch in self._branches:
-            self.deliver(branch.expired())
+            self.deliver(branch.end("timeout"))
 
 
 class _Branch:
@@ -230,12 +230,12 @@ class _Branch:
         self._grammar = request.grammar and request.grammar.copy()  # a state for each branch
 
     def draft(self) -> list[int]:
+        # A step chooses one token more than it has drafts.
         return self._lookup.draft(self._max_tokens - self._count - 1)
 
-    def expired(self) -> Chunk:
-        return self._ended(self._text.rest(), "timeout")
-
-    def _ended(self, text: str, reason: FinishReason) -> Chunk:
+    def end(self, reason: FinishReason) -> Chunk:
+        """The last chunk, with the text that was held back, but without a token."""
+        text = self._text.rest()
         return Chunk(text, [], reason, self._index, prompt_tokens=self._prompt_tokens)
 
     def choose(self, logits: NDArray[np.float32]) -> Chunk:
@@ -243,7 +243,7 @@ class _Branch:
         if self._grammar is not None:
             allowed = self._grammar.allowed()
             if allowed is None:  # the text is complete, and cannot continue
-                return self._ended(self._text.rest(), "stop")
+                return self.end("stop")
         token = next_token(
             logits,
             self._seen,
@@ -255,7 +255,7 @@ class _Branch:
             allowed,
         )
         if token in self._end_ids or token in self._params.stop_token_ids:
-            return self._ended(self._text.rest(), "stop")
+            return self.end("stop")
         self._count, self._seen[token] = self._count + 1, True
         self._counts[token] += 1
         self._lookup.add(token)

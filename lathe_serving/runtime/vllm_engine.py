@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +155,8 @@ class VLLMEngine(CheckedBackend):
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            self.engine = self._on_loop(self._load(folder / VLLM_FORMAT, prefix_bytes))
+            loading = self._load(folder / VLLM_FORMAT, prefix_bytes)
+            self.engine = asyncio.run_coroutine_threadsafe(loading, self._loop).result()
         except Exception as error:
             self._end_loop()
             super().close()
@@ -260,7 +261,7 @@ class VLLMEngine(CheckedBackend):
                 group.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-        self._on_loop(cancel_all())
+        asyncio.run_coroutine_threadsafe(cancel_all(), self._loop).result()
         self.engine.shutdown()
         self._end_loop()
 
@@ -291,9 +292,6 @@ class VLLMEngine(CheckedBackend):
 
     def _free_slots(self) -> int:
         return self.max_running - sum(len(group.branches) for group in self._running)
-
-    def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
