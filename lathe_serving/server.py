@@ -106,6 +106,7 @@ def start(
         StageError: the server ended, or was not ready in time; the message has the log's last
             lines.
     """
+    # Everything that can be wrong is found before anything is started or written.
     folder = (folder or serve_state.default_folder()).absolute()
     environment = backends = find_environment()
     if with_gateway:
@@ -121,6 +122,8 @@ def start(
         )
     # Free now: the sockets that prove it are closed again before Triton binds the ports.
     ports = free_ports(serving, with_gateway)
+
+    # Triton's command and, after `--`, the gateway's: those of the guard, which runs both.
     folder.mkdir(parents=True, exist_ok=True)
     shared_memory = f"lathe_{uuid.uuid4().hex[:12]}"
     command = _command(backends, repository.absolute(), folder, ports, shared_memory)
@@ -132,6 +135,7 @@ def start(
     if with_gateway:
         command += ["--", *_gateway(environment, repository.absolute(), folder, ports)]
     guard, owner = _spawn(environment, shared_memory, command, folder)
+
     try:
         # The guard tells the server's process id on its socket, or closes it if there is none.
         state = ServerState(

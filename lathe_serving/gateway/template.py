@@ -244,6 +244,7 @@ def main(folder: Path, cpu_seconds: float, niceness: int) -> None:
     limit = TokenLimit(n_positions, TokenBytes(tokenizer).longest)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["lathe"]
     chat: ChatTokenizer | PromptError
+    # From here on the template runs, which may be anybody's. If it is invalid, only chats fail.
     limit_memory()  # constants are computed as a template is compiled
     try:
         template = ChatTemplate(settings.get("chat_template", ""))
@@ -277,6 +278,7 @@ def main(folder: Path, cpu_seconds: float, niceness: int) -> None:
         raise AssertionError(task)
 
     for line in sys.stdin:
+        # Counts processor time, so a task may wait for the machine; its signal ends the process.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             reply = {"done": answer(json.loads(line))}

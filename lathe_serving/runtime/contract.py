@@ -163,6 +163,7 @@ class CheckedBackend(ABC):
         return self._submit(prompt, params, receiver)
 
     def _submit(self, prompt: str | Sequence[int], params: Params, receiver: Receiver) -> bool:
+        # Ids, which a client may give itself: one outside the vocabulary would fail in the graph.
         if isinstance(prompt, str):
             if not prompt:
                 raise InvalidRequest(
@@ -205,6 +206,8 @@ class CheckedBackend(ABC):
                 f"lower max_tokens to {room} or less, or shorten the prompt",
                 Code.TOO_LONG,
             )
+
+        # More branches would never find room in the batch.
         if params.branches > self.max_running:
             is_beams = params.decode_strategy == "beam_search"
             name = "num_beams" if is_beams else "num_return_sequences"

@@ -122,6 +122,8 @@ class VLLMEngine(CheckedBackend):
                 "set Serving.speculation=off, or Serving.runtime=onnxruntime",
                 Code.UNSUPPORTED,
             )
+
+        # Before vLLM is imported, which reads its settings from the environment.
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         if threads:
@@ -145,6 +147,8 @@ class VLLMEngine(CheckedBackend):
             *(folder, default_max_tokens, metadata["n_positions"], metadata["vocab_size"]),
             *(end_ids(metadata), max_running, max_queue),
         )
+
+        # vLLM's client belongs to one event loop, which runs on a thread of its own.
         self.runtime = f"vllm {vllm.__version__}: requested"
         self._max_queue, self._watcher = max_queue, watcher or Watcher()
         self._waiting: deque[_Group] = deque()
