@@ -1,5 +1,5 @@
-"""Pydantic models of the JSON metadata files that Lathe writes: they reject invalid values
-early."""
+"""Pydantic models of the JSON metadata files that Lathe writes, and of a checkpoint's origin: they
+reject invalid values early."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
