@@ -1,9 +1,9 @@
 """Small models of Hugging Face's classes with random weights, saved as Hugging Face folders."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import (
@@ -17,6 +17,7 @@ from lathe.model.architecture import HEAD
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings.types import Bits
+from tests.support.tables import quick_only
 
 VOCABULARY, POSITIONS, WINDOW = 300, 96, 11
 LLAMA3 = {
@@ -215,13 +216,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+LIKE_OTHERS = ("llama", "qwen2", "phi3", "gpt-neox, sequential")
+"""Of CASES, those that take no path of the code that another does not take."""
+
+
 def in_turn(*flavours: str) -> list[Any]:
-    """Combine CASES with all flavours; each case has one fast test, of the next flavour in turn."""
-    return [
-        pytest.param(case, flavour, marks=() if (i - j) % len(flavours) == 0 else pytest.mark.slow)
-        for i, case in enumerate(CASES)
-        for j, flavour in enumerate(flavours)
-    ]
+    """Combine CASES with all flavours; each case that takes a path of its own has one fast test, of
+    the next flavour in turn."""
+    own = [case for case in CASES if case not in LIKE_OTHERS]
+    quick = {(case, flavours[i % len(flavours)]) for i, case in enumerate(own)}
+    return quick_only(product(CASES, flavours), quick)
 
 
 def quantized(model: GPT, group_size: int = 0, bits: Bits = 4) -> GPT:
