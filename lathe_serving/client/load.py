@@ -194,7 +194,7 @@ def summarize(requests: Sequence[RequestTimes], objective: Objective) -> Summary
     # From the first request sent, also a failed one, to the last token: rates are of all that time.
     ends = max(request.tokens[-1] for request in answered)
     seconds = ends - min(request.sent for request in requests)
-    good = sum(request.meets(objective) for request in requests)
+    good = sum(request.meets(objective) for request in requests)  # failed ones meet none
     return Summary(
         seconds=seconds,
         requests=len(requests),

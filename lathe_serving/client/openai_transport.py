@@ -156,7 +156,7 @@ def parse_chunks(data: str | bytes, url: str) -> list[Chunk]:
         chunk = Chunk(
             choice.text,
             choice.token_ids or [],
-            REASONS.get(choice.finish_reason, "stop"),
+            REASONS.get(choice.finish_reason, "stop"),  # others, such as content_filter, end it too
             choice.index,
             [math.nan if value is None else value for value in scored.token_logprobs],
             scored.tokens,
