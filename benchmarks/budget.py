@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lathe.compress.prune import prune
 from lathe.search.compress import compress
-from lathe.search.goal import Goal
+from lathe.search.design import Goal
 from lathe.search.result import Trial
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import StageError

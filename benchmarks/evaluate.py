@@ -26,7 +26,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import load_tokenizer
-from lathe.evaluate.open_model import open_model
+from lathe.evaluate.evaluate import open_model
 from lathe.evaluate.tasks.cloze import read_cloze, score_cloze
 from lathe.model.checkpoint import save_checkpoint
 from lathe.model.config import GPTConfig

@@ -206,7 +206,7 @@ FAULTS = {
         "evaluate/test_gate.py",
     ),
     "alpha spending": Fault(
-        "lathe/evaluate/alpha_spending.py",
+        "lathe/evaluate/gate.py",
         "(1 - confidence) / (look * (look + 1))",
         "(1 - confidence) / look",
         "repeated comparisons let a worse model pass",

@@ -18,12 +18,12 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from scipy.stats import norm  # type: ignore[import-untyped]
 
-from lathe.evaluate.alpha_spending import confidence_at
+from lathe.evaluate.gate import confidence_at
 from lathe.evaluate.intervals import (
     Interval,
     accuracy_difference,
-    of_clusters,
-    of_units,
+    cluster_totals,
+    unit_totals,
 )
 from lathe_base.pages.style import LIGHT, Theme, draw
 
@@ -84,7 +84,7 @@ def perplexity_rate(random: np.random.Generator, blocks: int, heavy: bool, trial
     def interval() -> Interval:
         tokens = random.integers(900, 1100, blocks).astype(float)
         noise = random.standard_t(3, blocks) if heavy else random.normal(0, 1, blocks)
-        return of_units(tokens * (limit + 0.05 * noise), tokens).interval(CONFIDENCE)
+        return unit_totals(tokens * (limit + 0.05 * noise), tokens).interval(CONFIDENCE)
 
     return rate(trials, interval, limit)
 
@@ -99,7 +99,7 @@ def document_rate(
         shared = random.normal(0, 0.15, documents)[of]
         cost = MARGIN + shared + random.normal(0, 0.3, len(of))
         ones = np.ones(len(of))
-        totals = of_clusters(cost, ones, of) if clustered else of_units(cost, ones)
+        totals = cluster_totals(cost, ones, of) if clustered else unit_totals(cost, ones)
         return totals.interval(CONFIDENCE)
 
     return rate(trials, interval, MARGIN)

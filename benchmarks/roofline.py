@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lathe.plan import rank
-from lathe.plan.job import dense_config, make_job
+from lathe.plan.rank import dense_config, make_job
 from lathe.plan.record import Recorder
 from lathe.train.layout import configured_layout
 from lathe.train.speed import GPUS, data_sheet_flops, step_time

@@ -9,7 +9,7 @@ import paddle
 from lathe.backends.paddle_support import require_supported
 from lathe.data.tokenizer import eos_id
 from lathe.evaluate.measure_model import EvalResult, EvaluatedModel, TaskOption, measure
-from lathe.evaluate.score_requests import Scores, Targets
+from lathe.evaluate.scoring import Scores, Targets
 from lathe_base.config.settings import GenerationSettings, Recipe
 from lathe_base.parameters import Params
 from lathe_paddle import fake_quant
@@ -91,7 +91,7 @@ def generate(
 
 
 class PaddleScorer:
-    """See `lathe.evaluate.score_requests.Scorer`."""
+    """See `lathe.evaluate.scoring.Scorer`."""
 
     def __init__(self, model: GPT) -> None:
         self.model = model

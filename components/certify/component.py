@@ -38,7 +38,7 @@ def certify(
     from components.artifacts import local, record
     from components.stage import options, stage
     from lathe.release.certify.resume import certify_resume
-    from lathe.report.certificate import certificate_page
+    from lathe.report.training import certificate_page
 
     overrides = [*overrides, "Launch.nodes=1"]  # processes of another machine cannot be killed
     with stage(recipe, overrides, restarts=0) as settings:

@@ -54,13 +54,13 @@ def choose(
 
     from components.artifacts import copy, local, record
     from components.stage import stage
-    from lathe.search import goal, judge, proposals, result
+    from lathe.search import design, proposals, result
 
     with stage(recipe, overrides) as settings:
         dense, out = local(dense_evaluation, dense_export), Path(trials.path)
         parts, plan = (models, evaluations, exports), proposals.read_proposals(*local(designs))
-        aim, made = goal.parse_goal(target, budget), [local(*part) for part in parts]
-        choice = judge.choose(settings, aim, plan, dense, *made, out)
+        aim, made = design.parse_goal(target, budget), [local(*part) for part in parts]
+        choice = result.choose(settings, aim, plan, dense, *made, out)
         shutil.copyfile(out / result.PAGE, page.path)
         index = choice.trials.index(result.require_met(choice))
         for part, output in zip(parts, (chosen, evaluation, exported), strict=True):

@@ -54,7 +54,7 @@ def design(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.search.goal import parse_goal
+    from lathe.search.design import parse_goal
     from lathe.search.proposals import write_designs
     from lathe_base.config.recipe import load_recipe
 

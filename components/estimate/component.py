@@ -37,7 +37,7 @@ def estimate(
 
     from components.artifacts import local, record
     from components.stage import stage
-    from lathe.search.costs import write_costs
+    from lathe.search.prices import write_costs
 
     with stage(recipe, overrides, contents) as settings:
         table = write_costs(settings, *local(model, data), Path(costs.path))

@@ -29,7 +29,7 @@ def notify(
     from pathlib import Path
 
     from components.stage import log_plainly
-    from lathe.report.notice import make_notice, make_page
+    from lathe.report.results import make_notice, make_page
     from lathe_base.tracking.webhook import post
     from lathe_launch.cluster.status import final_state
 

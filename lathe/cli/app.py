@@ -26,8 +26,8 @@ WRITERS = {
 a pipeline run that has the same kind."""
 
 MODULES = (
-    "data", "training", "certifying", "compression", "evaluation", "exporting", "serving",
-    "releases", "provenance", "cards", "recipes",
+    "data", "training", "compression", "evaluation", "exporting", "serving", "releases",
+    "provenance", "recipes",
 )  # fmt: skip
 """The modules that define commands."""
 
@@ -56,37 +56,27 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            if (with_command := _with_writer(error)) is None:
+            # Only about a default input that does not exist: all others have said all they can.
+            path = Path(error.what.partition(": ")[0])
+            if path not in WRITERS or path.exists():
                 raise
-            raise with_command from None
+            command, output = WRITERS[path]
+            hint = f"make it with `{command}`, or {error.hint}"
+            if folders := sorted(RUN.glob(f"*/*/{output}"), key=lambda made: made.stat().st_mtime):
+                hint += f", such as {folders[-1]}"
+            raise UserError(f"{path}: no such folder", hint, Code.NOT_FOUND) from None
         except typer.BadParameter as error:
             if error.message or error.param is None or error.ctx is None:
                 raise  # a wrong value; a missing one has no message of its own
-            raise _needs(error.ctx, error.param) from None
-
-
-def _with_writer(error: UserError) -> UserError | None:
-    """Add to the error the command that writes the folder; None unless it is about a default input
-    that does not exist."""
-    path = Path(error.what.partition(": ")[0])
-    if path not in WRITERS or path.exists():
-        return None
-    command, output = WRITERS[path]
-    hint = f"make it with `{command}`, or {error.hint}"
-    if folders := sorted(RUN.glob(f"*/*/{output}"), key=lambda made: made.stat().st_mtime):
-        hint += f", such as {folders[-1]}"
-    return UserError(f"{path}: no such folder", hint, Code.NOT_FOUND)
-
-
-def _needs(ctx: Any, param: Any) -> UserError:
-    is_option = param.param_type_name == "option"
-    name = param.opts[0] if is_option else param.metavar or param.name.upper()
-    example = ctx.command.epilog.removeprefix("Example: ")
-    return UserError(
-        f"{ctx.command_path} needs {name}: {param.help}",
-        f"for example: {example}",
-        Code.MISSING_OPTION,
-    )
+            param: Any = error.param
+            verb: Any = error.ctx.command
+            is_option = param.param_type_name == "option"
+            name = param.opts[0] if is_option else param.metavar or param.name.upper()
+            raise UserError(
+                f"{error.ctx.command_path} needs {name}: {param.help}",
+                f"for example: {verb.epilog.removeprefix('Example: ')}",
+                Code.MISSING_OPTION,
+            ) from None
 
 
 app = typer.Typer(
@@ -110,15 +100,16 @@ def add_verbs() -> None:
     """Import the modules, each of which adds its commands to `app`, and order them by task."""
     for name in MODULES:
         import_module(f"lathe.cli.{name}")
-    places = [(panel, verb) for panel, verbs in PANELS.items() for verb in verbs]
-    order = {verb: position for position, (_, verb) in enumerate(places)}
+    panels = {verb: panel for panel, verbs in PANELS.items() for verb in verbs}
+    order = list(panels)
+
+    def verb(command: Any) -> str:
+        name: str = command.name or command.callback.__name__
+        return name
+
     for command in app.registered_commands:
-        command.rich_help_panel = places[order[_verb(command)]][0]
+        command.rich_help_panel = panels[verb(command)]
     for group in app.registered_groups:
-        group.rich_help_panel = places[order[str(group.name)]][0]
-    app.registered_commands.sort(key=lambda command: order[_verb(command)])
-
-
-def _verb(command: Any) -> str:
-    name: str = command.name or command.callback.__name__
-    return name
+        group.rich_help_panel = panels[str(group.name)]
+    # Within a panel, Typer lists commands in the order in which they were registered.
+    app.registered_commands.sort(key=lambda command: order.index(verb(command)))

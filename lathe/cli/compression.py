@@ -23,7 +23,7 @@ from lathe.cli.options import (
     located,
     training_paths,
 )
-from lathe.cli.workers import train
+from lathe.cli.training import train
 from lathe_base.console import show
 
 if TYPE_CHECKING:
@@ -115,11 +115,12 @@ def quantize(
     if target is not None:
         from lathe.compress.plan import Target, choose_expectation
         from lathe.model.folder import open_folder
-        from lathe.search.goal import assignment
+        from lathe.search.design import assignment
 
         config = open_folder(model).config
         kind, limit = assignment("--target", target, get_args(Target))
         best = choose_expectation(kind, limit, config)  # type: ignore[arg-type]
+        # The user's own overrides come last, and win.
         settings = load(recipe, [*best.overrides(), *(override or [])])
         show(
             format=best.name,
@@ -188,13 +189,14 @@ def compress(
     from lathe.backends import start_workers
     from lathe.search.compress import QUANTIZED, compress
     from lathe.search.design import override as group_override
-    from lathe.search.goal import parse_goal
+    from lathe.search.design import parse_goal
     from lathe.search.result import PAGE, require_met
 
     def run(
         verb: str, stage_recipe: "Recipe", stage: Callable[[], object], arguments: Sequence[object]
     ) -> None:
         name, group = (prune_recipe, "Prune") if verb == "prune" else (qat_recipe, "Quantization")
+        # Workers run a command of their own, to which the design is passed as an override.
         chosen = [*(override or []), group_override(stage_recipe, group)]
         options = ["--recipe", name, *as_options(chosen)]
         start_workers([verb, *options, *map(str, arguments)], stage_recipe)

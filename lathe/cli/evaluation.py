@@ -73,6 +73,7 @@ def evaluate(
     from lathe.evaluate.evaluation_folder import STDERR
 
     model = located(ctx, settings, "model", model, EVALUATED_MODEL)
+    # The default data set is only for who names nothing to evaluate on.
     named = settings.Offline_Eval.eval_path or settings.Offline_Eval.tasks
     if data is None and not (cloze or text or task or named):
         data = located(ctx, settings, "data", RUN / "data", DATA)

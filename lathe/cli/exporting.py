@@ -57,6 +57,7 @@ def export(
 
     model = located(ctx, settings, "model", model, EVALUATED_MODEL)
     data = located(ctx, settings, "data", data, DATA)
+    # A recipe's output folder that is the model itself is where it was trained, not for the export.
     if Path(settings.Engine.save_load.output_dir or model) != model:
         output = located(ctx, settings, "output", output, OUTPUT)
     output = output or beside(model, "onnx")

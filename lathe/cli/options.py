@@ -136,10 +136,12 @@ def located(
     """
     from lathe_base.config.fleetx import location
 
+    # PaddleFleetX's recipes name inputs and outputs.
     locations = [(key, path) for key in keys if (path := location(settings, key))]
     if not locations:
         return value
     key, path = locations[0]
+    # A default and the same path typed are told apart by this only.
     source = ctx.get_parameter_source(name)
     if source is not None and source.name == "COMMANDLINE":
         if "RANK" not in os.environ and str(value) != str(Path(path)):

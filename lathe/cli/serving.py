@@ -191,6 +191,7 @@ def playground(
         address = stack.enter_context(playground(urls or [running_endpoint()], port))
         with suppress(KeyboardInterrupt):
             show(playground=address)
+            # Until Ctrl-C; the page is served by threads.
             signal.pause()
         print()
 
@@ -235,7 +236,17 @@ def bench_serve(
     """
     from lathe_serving.client.bench import bench
 
-    low, high = _span("--tokens", tokens)
+    first, _, last = tokens.partition(":")
+    try:
+        low, high = int(first), int(last or first)
+    except ValueError:
+        low, high = 0, 0
+    if not 0 < low <= high:
+        raise UserError(
+            f"--tokens {tokens}: not understood",
+            "write MIN:MAX, such as 16:64",
+            Code.INVALID_VALUE,
+        )
     shape = {"clients": clients, "rate": rate, "requests": requests, "seed": seed}
     objective = first_token, between_tokens
     summary = bench((low, high), shape, objective, prompts, url, model_name, output)
@@ -299,6 +310,7 @@ def generate(
         seed, ends = settings.Global.seed, checkpoint.end_ids
         new = generate(checkpoint.model, tokens, parameters, ends, seed, progress)
     copies = parameters.num_return_sequences
+    # Texts of a prompt come one after the other.
     for i, ids in enumerate(new):
         prompt = i // copies
         print(prompts[prompt] + continuation(checkpoint.tokenizer, tokens[prompt], ids))
@@ -320,19 +332,6 @@ def _model_and_prompts(settings: "Recipe", arguments: list[str]) -> tuple[Path, 
             Code.MISSING_OPTION,
         )
     return model_path(first), prompts
-
-
-def _span(option: str, text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    try:
-        span = int(low), int(high or low)
-    except ValueError:
-        span = 0, 0
-    if not 0 < span[0] <= span[1]:
-        raise UserError(
-            f"{option} {text}: not understood", "write MIN:MAX, such as 16:64", Code.INVALID_VALUE
-        )
-    return span
 
 
 def _milliseconds(statistics: dict[str, float]) -> str:

@@ -2,8 +2,10 @@
 
 import json
 import logging
+import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,11 +27,11 @@ from lathe.cli.options import (
     output_option,
     training_paths,
 )
-from lathe.cli.workers import train
 from lathe_base.console import show
 from lathe_base.errors import Code, StageError, UserError
 
 if TYPE_CHECKING:
+    from lathe.train.result import TrainResult
     from lathe_base.config.settings import Recipe
 
 log = logging.getLogger("lathe")
@@ -80,6 +82,7 @@ def pretrain(
                         "`lathe %s`",
                         *(group, verb),
                     )
+    # Before the workers are started, and not in each of them.
     if is_checked and not {"RANK", "PET_NNODES"} & os.environ.keys():
         _require_fit(settings, recipe, data, init, tokenizer)
     from lathe.train.pretrain import pretrain
@@ -164,6 +167,7 @@ def plan(
     )
     from lathe.train.speed import GPUS, known_gpu
 
+    # The memory as stated, else that of the stated model or of this machine's GPUs.
     known = known_gpu(gpu)
     if memory is not None:
         size = parse_memory(memory)
@@ -225,8 +229,7 @@ def _require_fit(
 def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
     from rich.console import Console
 
-    from lathe.plan.report import as_json, figures, memory_table, traffic_table
-    from lathe.plan.trial import try_training
+    from lathe.plan.trial import as_json, figures, memory_table, traffic_table, try_training
     from lathe.train.plan import USABLE
     from lathe_base.storage import atomic_file
 
@@ -235,6 +238,7 @@ def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
         with atomic_file(output) as work:
             work.write_text(json.dumps(as_json(trial, size), indent=2), encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else 140)
+    # The empty string is a line between the tables.
     for table in (memory_table(trial, size), traffic_table(trial.fullest)):
         console.print(table, "")
     show(**figures(trial))
@@ -246,3 +250,51 @@ def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
             f"{USABLE * size / 1e9:.1f} of the GPU's {size / 1e9:.1f} GB are usable",
             Code.OUT_OF_MEMORY,
         )
+
+
+def train(settings: "Recipe", stage: Callable[[], "TrainResult"]) -> None:
+    """Run a training stage here, or rerun the whole command in the worker processes that it asks
+    for."""
+    from lathe.backends import start_workers
+
+    # The workers run this very command, with RANK set, and come back here.
+    if start_workers(sys.argv[1:], settings):
+        return
+    result = stage()
+    if os.environ.get("RANK", "0") != "0":  # one of the workers shows the result
+        return
+    removed = {
+        "removed_layers": result.removed_layers,
+        "removed_heads": _percent(result.removed_heads),
+        "removed_channels": _percent(result.removed_channels),
+    }
+    if not result.step:  # pruned or quantized without training
+        show(
+            model=result.folder,
+            parameters=result.n_params,
+            perplexity=result.eval_perplexity,
+            **removed,
+        )
+        return
+    show(
+        model=result.folder,
+        steps=result.step,
+        parameters=result.n_params,
+        loss=result.loss,
+        first_perplexity=result.first_eval_perplexity,
+        perplexity=result.eval_perplexity,
+        best_perplexity=_known(result.best_perplexity),
+        tokens_per_second=result.tokens_per_second,
+        samples_per_second=_known(result.samples_per_second),
+        mfu=_percent(result.mfu),
+        **removed,
+    )
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.1%}"
+
+
+def _known(figure: float) -> float | None:
+    """A figure to show; None if it is NaN, as in checkpoints of earlier versions."""
+    return None if math.isnan(figure) else figure

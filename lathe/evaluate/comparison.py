@@ -1,4 +1,5 @@
-"""Measures: the metrics by which models are compared, and the comparison of two models.
+"""Measures: the metrics by which models are compared, the comparison of two models, and its result,
+a check, in words.
 
 Shapes: n units (examples, or blocks of a text) on which both models were measured.
 """
@@ -18,15 +19,18 @@ from lathe.evaluate.intervals import (
     Interval,
     Totals,
     accuracy_difference,
+    cluster_totals,
     mcnemar,
     needed_units,
-    of_clusters,
-    of_units,
+    unit_totals,
 )
 from lathe_base.config.settings import GateSettings
 from lathe_base.errors import Code, UserError
 
 Verdict = Literal["pass", "inconclusive", "fail"]
+PAST = {"pass": "passed", "inconclusive": "not proven", "fail": "failed"}
+"""A check's verdict in the past tense."""
+
 MAX_EXPONENT = 700.0  # exp of more overflows
 
 AGAIN = "_again"
@@ -95,6 +99,9 @@ class Units:
             return None
         if n >= MIN_DOCUMENTS:
             return ids
+
+        # Too few documents to estimate a variance between them: cut each into stretches, long
+        # enough that what correlates neighbours mostly stays within one.
         size = max(2, math.ceil(len(ids) / MAX_STRETCHES))
         stretches: dict[tuple[int, int], int] = {}
         seen, clusters = Counter[int](), []
@@ -112,8 +119,8 @@ class Units:
         """
         clusters = self.clusters()
         if clusters is None:
-            return of_units(values, counts)
-        return of_clusters(values, counts, clusters)
+            return unit_totals(values, counts)
+        return cluster_totals(values, counts, clusters)
 
     def n_documents(self) -> int | None:
         """Number of documents; None if it is unknown, or if every unit has its own document."""
@@ -198,6 +205,64 @@ class Check:
         """Examples lost minus those gained."""
         return (self.lost or 0) - (self.gained or 0)
 
+    def formatted(self) -> dict[str, str]:
+        """The figures as text; accuracies change by percentage points."""
+        value, change, factor = {
+            "points": ("{:.2%}", "{:+.2f} points", 100),
+            "relative": ("{:.2f}", "{:+.3g}%", 100),
+            "own": ("{:.4g}", "{:+.3g}", 1),
+        }[self.scale]
+        shown = {name: value.format(getattr(self, name)) for name in ("baseline", "candidate")}
+        for name in ("change", "low", "high", "limit"):
+            shown[name] = change.format(factor * getattr(self, name))
+        plain = change.replace("+", "").format(factor * (self.detectable or 0.0))
+        shown["detectable"] = f"a change of {plain}"
+        return shown
+
+    def formatted_units(self) -> str:
+        """The number of units, with flips and p-value, as text."""
+        text = f"{self.n:,} {self.unit}"
+        if self.documents is not None:
+            text += f" of {self.documents:,} document{'s' if self.documents > 1 else ''}"
+            if self.documents < MIN_DOCUMENTS:
+                text += ", too few to measure how documents differ"
+        if self.p_value is not None:
+            flips = f"{self.lost} lost, {self.gained} gained, " if self.lost is not None else ""
+            text += f", {flips}{self.test} p = {self.p_value:.2g}"
+        if self.is_meaningless:
+            text += " (meaningless: even a model that has learned nothing would pass)"
+        return text
+
+    def decisive_units(self) -> str:
+        """The number of units that would decide an inconclusive check, to two digits."""
+        return f"about {float(f'{self.needed:.2g}'):,.0f} {self.unit}" if self.needed else ""
+
+    def sentence(self, confidence: float) -> str:
+        """The result as a sentence, for the reasons of a verdict."""
+        shown = self.formatted()
+        text = (
+            f"{PAST[self.verdict]}: {self.measure} {shown['baseline']} -> {shown['candidate']}: "
+            f"a change of {shown['change']}, {100 * confidence:.6g}% interval {shown['low']} to "
+            f"{shown['high']}, {shown['limit']} allowed; {self.formatted_units()}"
+        )
+        if self.needed:
+            text += f"; {self.decisive_units()} would decide it if the change stays the same"
+        if self.noise_floor is not None:
+            text += (
+                f"; run again, the baseline disagrees with itself on {self.noise_floor:,} of "
+                f"{self.n:,}"
+            )
+        if self.is_noise:
+            text += f", so a net loss of {self.net_loss:,} is no evidence of a worse model"
+        return text
+
+
+def outcome(verdict: str, passed: bool) -> str:
+    """A verdict in words. NOT PROVEN is in capitals, so that it is not mistaken for a pass."""
+    if verdict != "inconclusive":
+        return PAST.get(verdict, verdict)
+    return "NOT PROVEN, passed by the recipe" if passed else "NOT PROVEN"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measure(ABC):
@@ -267,9 +332,12 @@ class Measure(ABC):
         """
         n, difference = len(before.rows), interval(1.0)
         low, high = shown(difference.low), shown(difference.high)
+
+        # Losses of quality are positive: an accuracy's changes have the other sign.
         best, worst = (-high, -low) if self.higher_is_better else (low, high)
         verdict = judge(best, worst, margin)
         limit = -margin if self.higher_is_better else margin
+        # The interval shrinks in the unit of the difference, where the limit has to be too.
         needed = needed_units(n, interval, unshown(limit)) if verdict == "inconclusive" else None
         detectable = shown(difference.detectable(confidence))
         return Check(
@@ -282,6 +350,7 @@ class Measure(ABC):
             high=high,
             limit=limit,
             n=n,
+            # Half of an unbounded interval is infinite, which JSON cannot say.
             detectable=detectable if math.isfinite(detectable) else None,
             needed=needed,
             documents=before.n_documents(),
@@ -312,13 +381,16 @@ class Accuracy(Measure):
     def compare(
         self, name: str, before: Units, after: Units, margin: float, confidence: float
     ) -> Check:
+        # Only the examples on which the models differ count: an example's difficulty cancels out.
         theirs, ours = (self.right(units) for units in (before, after))
         lost, gained, n = int((theirs & ~ours).sum()), int((~theirs & ours).sum()), len(theirs)
         clusters = before.clusters()
         totals = None
         if clusters is not None:
-            totals = of_clusters(ours.astype(np.float64) - theirs, np.ones(n), clusters)
+            totals = cluster_totals(ours.astype(np.float64) - theirs, np.ones(n), clusters)
 
+        # Tango's interval is right with few flips, but takes examples for independent. The
+        # cluster-robust one does not, but has no width where no answer flips. The wider is safe.
         def interval(factor: float) -> Interval:
             """The interval with `factor` times as many examples."""
             score = accuracy_difference(factor * lost, factor * gained, factor * n, confidence)
@@ -345,6 +417,8 @@ class Accuracy(Measure):
             scale="points",
             noise_floor=before.noise_floor(self.column),
         )
+        # The same model loses as many when it is run again: that proves nothing about another
+        # model.
         if check.verdict == "fail" and check.is_noise:
             return replace(check, verdict="inconclusive")
         return check
@@ -403,6 +477,8 @@ class Perplexity(Measure):
                 "evaluate both models on the same data with the same recipe",
                 Code.MISMATCH,
             )
+        # Losses are compared, whose difference has a symmetric interval; `shown` makes it the
+        # relative change of the perplexity, exp(difference) - 1.
         totals = before.totals(self.loss(after) - self.loss(before), tokens)
         method, _ = _by_clusters(before, totals, self.method)
         return self._check(
@@ -421,6 +497,7 @@ class Perplexity(Measure):
     def chance(self, units: Units) -> float | None:
         if units.vocab_size is None:
             return None
+        # A uniform guess costs log V for each predicted token, of which a word may have several.
         predictions = (self.predictions or self.tokens)(units).sum() / self.tokens(units).sum()
         return math.exp(min(math.log(units.vocab_size) * predictions, MAX_EXPONENT))
 
@@ -492,3 +569,33 @@ def judge(best: float, worst: float, allowed: float) -> Verdict:
     if worst <= allowed:
         return "pass"
     return "fail" if best > allowed else "inconclusive"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One measure of two models; `name` is its name in the verdict."""
+
+    name: str
+    measure: Measure
+    before: Units
+    after: Units
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Two models measured on the same units.
+
+    Attributes:
+        before, after: description of each in the verdict's file: at least folder and digests.
+        baseline: digest of the baseline, by which repeated comparisons are recognized; empty if it
+            was not recorded.
+        candidate: digest of the candidate and its evaluation data.
+        notes: what could not be compared, and why.
+    """
+
+    pairs: tuple[Pair, ...]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    baseline: str
+    candidate: str
+    notes: tuple[str, ...] = ()

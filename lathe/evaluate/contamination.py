@@ -9,7 +9,7 @@ prompts instead (`PromptIndex`), in which the prompts of generative tasks are lo
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from scipy.stats import binom  # type: ignore[import-untyped]
 
 from lathe.data.tokens import read_data_metadata
 from lathe.data.training_index import PromptIndex, TrainingIndex
-from lathe.evaluate.paired_evaluations import Pair
 
 log = logging.getLogger("lathe")
 
@@ -91,6 +90,8 @@ class TrainingText:
                 windows = index.windows(tokens)
                 if len(windows):
                     shares.append(float(windows.mean()))
+                    # A window matches by chance at the index's rate of false positives, so their
+                    # number is binomial; the unit is marked by chance if enough of them do.
                     needed = max(1, int(np.ceil(limit * len(windows))))
                     by_chance += float(binom.sf(needed - 1, len(windows), rate))
             overlap.append(round(max(shares), 4) if shares else None)
@@ -106,6 +107,7 @@ def training_text(data: Path | None) -> TrainingText | None:
     metadata = data and read_data_metadata(data)
     if not data or not metadata:
         return None
+    # Of a blend, every part needs an index: what is missing could contain any example.
     indexes, prompts = [], []
     for folder in [data / part.folder for part in metadata.blend] or [data]:
         part = read_data_metadata(folder) if metadata.blend else metadata
@@ -127,17 +129,3 @@ def statement(name: str, summary: Mapping[str, Any]) -> str | None:
         f"{name}: not held out: the training text contains {summary['contaminated']:,} of its "
         f"{summary['units']:,} units ({summary['by_chance']:.2g} would be marked by chance)"
     )
-
-
-def without_contaminated(pair: Pair) -> Pair | None:
-    """The pair on the units that neither model's training text contains; None if no unit is
-    contaminated."""
-    rows = list(zip(pair.before.rows, pair.after.rows, strict=True))
-    clean = [not (a.get("contaminated") or b.get("contaminated")) for a, b in rows]
-    if all(clean):
-        return None
-    before, after = (
-        replace(units, rows=[row for row, keep in zip(units.rows, clean, strict=True) if keep])
-        for units in (pair.before, pair.after)
-    )
-    return replace(pair, name=f"{pair.name}, uncontaminated", before=before, after=after)

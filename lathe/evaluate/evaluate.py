@@ -1,14 +1,75 @@
-"""The evaluate stage: measures a checkpoint, or its ONNX export, with the evaluation tasks."""
+"""The evaluate stage: measures a checkpoint, or its ONNX export, with the evaluation tasks.
 
-from collections.abc import Sequence
+A model is opened as what scores tokens and what generates answers: torch, an exported graph, or a
+live server. Answers of a graph come from the server's own running batch
+(`lathe_serving.runtime.batcher`), which replaces each finished answer by the next prompt and reads
+a beginning that prompts share only once, so no row waits for the longest answer. That is why a
+checkpoint on a CPU is exported to generate; on a GPU torch generates in batches.
+
+Shapes: B rows of T tokens, n targets, V vocabulary, k maximum number of targets per row.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache, partial
 from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 
-from lathe.evaluate.measure_model import EvalResult, TaskOption, measure
-from lathe.evaluate.open_model import open_model
-from lathe_base.artifacts.kinds import EVALUATION
-from lathe_base.config.settings import Recipe
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from lathe.data.tokenizer import load_tokenizer
+from lathe.evaluate.measure_model import (
+    EvalResult,
+    EvaluatedModel,
+    TaskOption,
+    measure,
+    require_float32,
+)
+from lathe.evaluate.scoring import Answerer, AnswerRequest, Scorer, Scores, Targets
+from lathe.export.export import require_exportable
+from lathe.export.export import write as write_export
+from lathe.model.checkpoint import Checkpoint, load_checkpoint
+from lathe.model.config import read_config
+from lathe.model.generate import generate
+from lathe.model.gpt import GPT
+from lathe.train.workers import choose_device
+from lathe_base.artifacts.kinds import EVALUATION, open_export
+from lathe_base.config.settings import (
+    ExportSettings,
+    GenerationSettings,
+    OfflineEvalSettings,
+    Recipe,
+)
+from lathe_base.errors import Code, UserError
+from lathe_base.parameters import Params
 from lathe_base.provenance.step import attested
-from lathe_base.storage import claim_output_folder
+from lathe_base.storage import claim_output_folder, sha256
+from lathe_serving.client import Client
+from lathe_serving.runtime.batcher import Batcher
+from lathe_serving.runtime.contract import Receiver
+from lathe_serving.runtime.exported_model import MODEL, ExportedModel
+from lathe_serving.runtime.open_model import REFERENCE_RUNTIME
+from lathe_serving.runtime.open_model import open_model as open_in_runtime
+from lathe_serving.runtime.protocol import Chunk, TokenScores
+from lathe_serving.runtime.score import score_tokens
+from lathe_serving.runtime.sequence_group import Request, Samples, Vocabulary
+from lathe_serving.runtime.text import TokenBytes, encode_prompts
+
+log = logging.getLogger("lathe")
+
+LOGIT_ROWS = 1024
+"""Positions whose (rows, V) logits are in memory at a time."""
+PREFIX_BYTES = 1 << 28
+"""Keys and values of shared beginnings, such as the examples before each question."""
+
+Endpoint = tuple[str, str]  # gRPC address and model name
+GeneratedAnswers = Iterator[tuple[int, list[int]]]  # see `Answerer.generate`
 
 
 @attested(
@@ -34,9 +95,8 @@ def evaluate(
     `samples.json` (continuations of prompts from the text). `lathe.evaluate.gate` compares models
     line by line.
 
-    `model` is a checkpoint, HF GPT-2 or export folder; see `lathe.evaluate.open_model`. With
-    `endpoint`, a gRPC address, the server's `Serving.model_name` is measured, which must be serving
-    this export.
+    `model` is a checkpoint, HF GPT-2 or export folder; see `open_model`. With `endpoint`, a gRPC
+    address, the server's `Serving.model_name` is measured, which must be serving this export.
 
     The cloze set is `cloze` (LAMBADA-format JSONL), else `Offline_Eval.eval_path` if its name ends
     in .jsonl, else the held-out one of the `data` folder. The text is `text` (UTF-8), else
@@ -44,12 +104,13 @@ def evaluate(
     those of `Offline_Eval.tasks` are measured in addition.
 
     With `reference`, a checkpoint or export of the same vocabulary, the text's blocks also record
-    top-1 agreement and KL divergence; see `lathe.evaluate.reference`.
+    top-1 agreement and KL divergence; see `lathe.evaluate.tasks.text.compare_text`.
 
     Raises:
         UserError: nothing to measure, a broken file, data prepared with a vocabulary other than
             the model's, or a model whose loss is not finite.
     """
+    # Before anything is opened: an output that is one of the inputs would be overwritten.
     named = (task.partition("=")[2] for task in recipe.Offline_Eval.tasks)
     inputs = (model, data, cloze, text, reference, *(path for _, path in tasks), *named)
     claim_output_folder(output, EVALUATION, *inputs)
@@ -57,3 +118,344 @@ def evaluate(
     subject = open_model(model, recipe, served)
     beside = None if reference is None else open_model(reference, recipe)
     return measure(recipe, subject, output, data, cloze, text, tasks, beside)
+
+
+def open_model(
+    model: Path | str, recipe: Recipe, endpoint: Endpoint | None = None
+) -> EvaluatedModel:
+    """Open an export with onnxruntime and any other folder with torch; a quantized checkpoint also
+    with onnxruntime, unless `Offline_Eval.quantized` is `simulated`.
+
+    Args:
+        endpoint: evaluate a server's model; `model` is then the export that it should serve.
+
+    Raises:
+        UserError: neither a checkpoint nor an export, no such device, or an unsupported precision.
+    """
+    settings = recipe.Offline_Eval
+    # An export is a folder with a graph; anything else is a checkpoint, or a name on the Hub.
+    onnx = Path(model) / MODEL
+    if not onnx.is_file():
+        if endpoint is not None:
+            raise UserError(
+                f"{onnx}: no such file", "give the export folder that is served", Code.NOT_FOUND
+            )
+        device = choose_device(recipe)
+        return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
+
+    folder = onnx.parent
+    open_export(folder)
+    require_float32(settings, f"{folder} is an ONNX export, which has its own precision")
+    # The digest names the evaluated model, and is what a server has to confirm.
+    digest, tokenizer, rows = sha256(onnx), load_tokenizer(folder), settings.batch_size
+    scorer: Scorer
+    if endpoint:
+        scorer, client = served_scorer(*endpoint, digest), Client(*endpoint)
+        answerer = partial(served_answerer, client, tokenizer)
+    else:
+        scorer = onnx_scorer(folder, settings.runtime)
+        answerer = partial(graph_answerer, scorer.model, tokenizer)
+    return EvaluatedModel(
+        folder=folder,
+        scorer=scorer,
+        config=read_config(folder),
+        tokenizer=tokenizer,
+        stage="export",
+        engine=REFERENCE_RUNTIME if endpoint else settings.runtime,
+        n_bytes=onnx.stat().st_size,
+        digest=digest,
+        answerers=lambda: (answerer(rows), answerer(other_rows(rows), is_reversed=True)),
+    )
+
+
+def _open_checkpoint(
+    checkpoint: Checkpoint, settings: OfflineEvalSettings, device: torch.device, seed: int
+) -> EvaluatedModel:
+    net, graph = checkpoint.model, None
+    # Fake quantization computes the rounding of an INT8 graph in float, step by step; the graph
+    # itself is what will be served, and faster.
+    if net.config.quantization is not None:
+        require_float32(settings, f"{checkpoint.folder} is quantized, with scales for float32")
+        if settings.quantized == "onnxruntime" and device.type == "cpu":
+            graph = _graph_scorer(checkpoint)
+    is_bfloat16 = settings.dtype == "bfloat16"
+    log.info("evaluating on %s in %s", device, settings.dtype)
+    torch_scorer = TorchScorer(net.to(device), is_bfloat16)
+
+    @cache
+    def answerers() -> tuple[Answerer, Answerer]:
+        """A graph is faster on a CPU. That of a model in float is checked by torch's answers; torch
+        computes a quantized one with other rounding."""
+        is_float, exported = net.config.quantization is None, graph
+        if is_float and device.type == "cpu" and not is_bfloat16:
+            exported = _graph_scorer(checkpoint)
+        in_torch = partial(torch_answerer, net, sorted(checkpoint.end_ids), bfloat16=is_bfloat16)
+        first = again = in_torch
+        if exported is not None:
+            first = partial(graph_answerer, exported.model, checkpoint.tokenizer)
+            again = in_torch if is_float else first
+        rows = settings.batch_size
+        return first(rows=rows), again(rows=other_rows(rows), is_reversed=True)
+
+    return EvaluatedModel(
+        folder=checkpoint.folder,
+        scorer=graph or torch_scorer,
+        engine=REFERENCE_RUNTIME if graph else "torch",
+        config=net.config,
+        tokenizer=checkpoint.tokenizer,
+        stage=checkpoint.meta.get("stage"),
+        n_bytes=checkpoint.source.n_bytes,
+        digest=checkpoint.digest,
+        on_cpu=device.type == "cpu",
+        generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),
+        answerers=answerers,
+    )
+
+
+def other_rows(rows: int) -> int:
+    """The batch size of a second run: every answer shares its steps with fewer others."""
+    return max(rows // 2, 1) if rows > 1 else 2
+
+
+def _graph_scorer(checkpoint: Checkpoint) -> "OnnxScorer | None":
+    """A scorer with the checkpoint's exported graph, which is not verified here; None if it cannot
+    be exported."""
+    settings = ExportSettings()
+    try:
+        require_exportable(checkpoint.folder, checkpoint.model.config, settings)
+        # The folder may go once the runtime has loaded the graph.
+        with TemporaryDirectory() as folder:
+            write_export(checkpoint, Path(folder), settings)
+            return onnx_scorer(Path(folder))
+    except UserError as error:
+        log.info("%s: cannot be exported for evaluation: %s", checkpoint.folder, error.what)
+        return None
+
+
+class TorchScorer:
+    """Scores with a torch GPT, on its device.
+
+    With `bfloat16` the blocks multiply in that type. The residual stream stays in float32, because
+    in a trained model it spans more than bfloat16's 8 bits; so do the logits.
+    """
+
+    def __init__(self, model: GPT, bfloat16: bool = False) -> None:
+        self.model, self.bfloat16 = model, bfloat16
+        self.device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def score(self, targets: Targets) -> Scores:
+        """See `Scorer.score`."""
+        hidden = self._hidden(targets)
+        ids = torch.from_numpy(targets.ids).to(self.device)
+        likelihoods, greedy = [], []
+        for i in range(0, len(ids), LOGIT_ROWS):
+            logits = self.model.head(hidden[i : i + LOGIT_ROWS]).float()
+            wanted = ids[i : i + LOGIT_ROWS]
+            chosen = logits.gather(1, wanted[:, None])[:, 0]
+            # In float64 only from here on: the difference of two large numbers that are close.
+            likelihoods.append((chosen.double() - logits.logsumexp(1).double()).cpu().numpy())
+            greedy.append((logits.argmax(1) == wanted).cpu().numpy())
+        return np.concatenate(likelihoods), np.concatenate(greedy)
+
+    @torch.inference_mode()
+    def logits(self, targets: Targets) -> NDArray[np.float32]:
+        """See `lathe.evaluate.tasks.text.LogitScorer`."""
+        logits: NDArray[np.float32] = self.model.head(self._hidden(targets)).float().cpu().numpy()
+        return logits
+
+    def _hidden(self, targets: Targets) -> Tensor:
+        """Hidden states (n, C) at the positions."""
+        # The head is applied to the n targets only, not to all B * T positions.
+        arrays = (targets.tokens, targets.rows, targets.columns)
+        tokens, rows, columns = (torch.from_numpy(x).to(self.device) for x in arrays)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.model.hidden(tokens)[rows, columns]
+
+
+class IndexedScorer:
+    """Scores with an exported folder or a server, which take a rectangle of targets per batch.
+
+    Args:
+        score_tokens: see `lathe_serving.runtime.score.score_tokens`.
+    """
+
+    def __init__(self, score_tokens: Callable[..., TokenScores]) -> None:
+        self.score_tokens = score_tokens
+
+    def score(self, targets: Targets) -> Scores:
+        """See `Scorer.score`."""
+        index, ranks = _rectangle(targets)
+        wanted = np.zeros_like(index)
+        wanted[targets.rows, ranks] = targets.ids
+        step = max(1, LOGIT_ROWS // index.shape[1])  # whole rows, of k positions each
+        parts = [
+            self.score_tokens(targets.tokens[part], index[part], wanted[part])
+            for part in (slice(i, i + step) for i in range(0, len(index), step))
+        ]
+        likelihoods = np.concatenate([part[0] for part in parts])
+        greedy = np.concatenate([part[1] for part in parts])
+        # (B, k) with padding back to (n,)
+        return likelihoods[targets.rows, ranks], greedy[targets.rows, ranks]
+
+
+class OnnxScorer(IndexedScorer):
+    """Scores with an exported graph in this process."""
+
+    def __init__(self, model: ExportedModel) -> None:
+        super().__init__(partial(score_tokens, model))
+        self.model = model
+
+    def logits(self, targets: Targets) -> NDArray[np.float32]:
+        """See `lathe.evaluate.tasks.text.LogitScorer`."""
+        index, ranks = _rectangle(targets)
+        logits: NDArray[np.float32] = self.model.logits(targets.tokens, index=index)
+        return logits[targets.rows, ranks]
+
+
+def onnx_scorer(folder: Path, runtime: str = REFERENCE_RUNTIME) -> OnnxScorer:
+    """The scorer of a folder that the export stage wrote, on the CPU.
+
+    Raises:
+        UserError: the folder is not an export, its graph is corrupt, or the runtime computes
+            different logits.
+    """
+    return OnnxScorer(open_in_runtime(folder, torch.get_num_threads(), runtime).model)
+
+
+def served_scorer(url: str, model_name: str, digest: str) -> IndexedScorer:
+    """The scorer of a live Triton endpoint.
+
+    Args:
+        url: its gRPC address, `host:port`.
+        digest: SHA-256 of the `model.onnx` that it is meant to serve.
+
+    Raises:
+        UserError: no server answers, or it serves another model.
+    """
+    client = Client(url, model_name)
+    served = client.served_digest()
+    if served != digest:
+        raise UserError(
+            f"{url} serves a {model_name} of SHA-256 {served[:12]}, not {digest[:12]}",
+            "deploy this export, or give the folder of the export that is served",
+            Code.MISMATCH,
+        )
+    return IndexedScorer(client.score)
+
+
+def _rectangle(targets: Targets) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The positions in every row, (B, k), padded with 0, and the rank of each in its row, (n,)."""
+    rows = targets.rows
+    counts = np.bincount(rows, minlength=len(targets.tokens))
+    # Targets are sorted by row: the rank of each is its number minus that of the row's first.
+    ranks = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    index = np.zeros((len(targets.tokens), counts.max()), np.int64)
+    index[rows, ranks] = targets.columns
+    return index, ranks
+
+
+def graph_answerer(
+    model: ExportedModel, tokenizer: Tokenizer, rows: int, is_reversed: bool = False
+) -> Answerer:
+    """Generates with an exported graph.
+
+    Args:
+        rows: answers at a time.
+        is_reversed: whether the last request is the first to be answered.
+    """
+
+    def run(requests: Sequence[AnswerRequest]) -> GeneratedAnswers:
+        vocabulary = Vocabulary(model.vocab_size, model.end_ids, TokenBytes(tokenizer))
+        # The batcher computes on a thread of its own, which puts every chunk of every answer here.
+        chunks: SimpleQueue[tuple[int, Chunk | Exception]] = SimpleQueue()
+        groups = []
+        for i, one in _in_order(requests, is_reversed):
+            params = Params(decode_strategy="greedy_search", min_tokens=0, stop=one.stop)
+            receiver = Receiver(lambda chunk, i=i: chunks.put((i, chunk)), lambda: False)  # type: ignore[misc]
+            groups.append(
+                Samples(Request(one.prompt, one.max_tokens, params, vocabulary, receiver))
+            )
+        # All requests are queued at once, so the queue is as long as they are many.
+        batcher = Batcher(model, min(rows, max(len(groups), 1)), len(groups), PREFIX_BYTES)
+        try:
+            batcher.submit(*groups)
+            answers: dict[int, list[int]] = {i: [] for i in range(len(requests))}
+            # Answers are yielded as they are finished, so that a kill loses only the unfinished
+            # ones.
+            while answers:
+                i, chunk = chunks.get()
+                if isinstance(chunk, Exception):
+                    raise chunk
+                answers[i] += chunk.tokens
+                if chunk.finish_reason:
+                    yield i, answers.pop(i)
+        finally:
+            batcher.close()
+
+    return Answerer(_runtime_label(model.runtime, rows, is_reversed), run)
+
+
+def torch_answerer(
+    model: GPT, end_ids: Sequence[int], rows: int, bfloat16: bool = False, is_reversed: bool = False
+) -> Answerer:
+    """Generates with torch, in batches of prompts of similar length; see `graph_answerer`."""
+    device = next(model.parameters()).device
+
+    def run(requests: Sequence[AnswerRequest]) -> GeneratedAnswers:
+        # By length, because prompts are padded to the longest of their batch.
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
+        if is_reversed:
+            order.reverse()
+        for start in range(0, len(order), rows):
+            batch = order[start : start + rows]
+            prompts = [requests[i].prompt for i in batch]
+            # The whole batch generates up to the largest limit; shorter ones are cut below.
+            longest = max(requests[i].max_tokens for i in batch)
+            how = GenerationSettings(
+                decode_strategy="greedy_search", max_dec_len=longest, min_dec_len=0
+            )
+            with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+                answers = generate(model, prompts, how, end_ids)
+            for i, ids in zip(batch, answers, strict=True):
+                yield i, ids[: requests[i].max_tokens]
+
+    return Answerer(_runtime_label(f"torch on {device.type}", rows, is_reversed), run)
+
+
+def served_answerer(
+    client: Client, tokenizer: Tokenizer, rows: int, is_reversed: bool = False
+) -> Answerer:
+    """Generates with a live server, which gets the prompts as texts; see `graph_answerer`."""
+
+    def ask(request: AnswerRequest) -> list[int]:
+        # A server takes text, which has to become the same ids again.
+        text = tokenizer.decode(request.prompt, skip_special_tokens=False)
+        if encode_prompts(tokenizer, [text])[0] != request.prompt:
+            raise UserError(
+                f"a server cannot be sent the prompt {text[:60]!r}, which contains the text of a "
+                "special token",
+                "evaluate the export itself, without --endpoint",
+                Code.UNSUPPORTED,
+            )
+        limits = {"max_tokens": request.max_tokens, "min_tokens": 0}
+        return client.generate(text, decode_strategy="greedy_search", **limits).tokens
+
+    def run(requests: Sequence[AnswerRequest]) -> GeneratedAnswers:
+        with ThreadPoolExecutor(rows) as pool:
+            futures = {pool.submit(ask, one): i for i, one in _in_order(requests, is_reversed)}
+            for done in as_completed(futures):
+                yield futures[done], done.result()
+
+    return Answerer(_runtime_label("the server", rows, is_reversed), run)
+
+
+def _in_order(
+    requests: Sequence[AnswerRequest], is_reversed: bool
+) -> list[tuple[int, AnswerRequest]]:
+    order = list(enumerate(requests))
+    return order[::-1] if is_reversed else order
+
+
+def _runtime_label(runtime: str, rows: int, is_reversed: bool) -> str:
+    return f"{runtime}, {rows} at a time{', in reverse order' if is_reversed else ''}"

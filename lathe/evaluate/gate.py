@@ -4,32 +4,56 @@ It is a non-inferiority test: a loss of quality within the recipe's margin is ac
 verdict is inconclusive if the measurement is not precise enough. Both models are measured on the
 same examples and blocks of text. The test compares their paired differences, so that the difficulty
 of an example cancels out.
+
+Alpha spending, for repeated gating. Every run of a schedule compares another candidate with the
+same live model. A single comparison passes a model that is worse than the margin with a probability
+of at most alpha = (1 - confidence) / 2; over many comparisons such a pass becomes likely. Look k
+therefore has the level alpha / (k (k + 1)). These levels sum to alpha, so that by the union bound
+the probability that any model that is worse than the margin ever passes against this live model is
+at most alpha: over any number of looks, with any stopping rule, and for any dependence between
+candidates and examples (Foster and Stine, Alpha-investing, Journal of the Royal Statistical Society
+B 70, 2008; Tian and Ramdas, Online control of the familywise error rate, Statistical Methods in
+Medical Research 30, 2021). An e-process would have more power for one candidate on a growing
+sample, but here every look tests another hypothesis.
 """
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.table import Table
 
-from lathe.evaluate.alpha_spending import confidence_at, spend
-from lathe.evaluate.comparison import AGAIN, Accuracy, Check, Units, Verdict
-from lathe.evaluate.contamination import statement, without_contaminated
-from lathe.evaluate.evaluation_folder import METRICS
-from lathe.evaluate.intervals import Interval, share_interval
+from lathe.evaluate.comparison import (
+    AGAIN,
+    PAST,
+    Accuracy,
+    Check,
+    Pair,
+    Pairing,
+    Verdict,
+    outcome,
+)
+from lathe.evaluate.contamination import statement
+from lathe.evaluate.evaluation_folder import METRICS, pair_evaluations
+from lathe.evaluate.intervals import share_interval
 from lathe.evaluate.lm_eval import is_logged, pair_logged
-from lathe.evaluate.paired_evaluations import Pair, Pairing, pair_evaluations
-from lathe.evaluate.wording import PAST, decisive, formats, outcome, sentence, units
+from lathe_base import storage
 from lathe_base.artifacts.kinds import VERDICT, read_json
 from lathe_base.config.settings import GateSettings, Recipe
 from lathe_base.errors import Code, UserError
+from lathe_base.inputs import first_mistake, read_text
 from lathe_base.provenance.step import attested
-from lathe_base.storage import atomic_file, claim_output_file
+from lathe_base.storage import atomic_file, claim_output_file, locked
 
 SEVERITY: tuple[Verdict, ...] = ("pass", "inconclusive", "fail")
+
+HISTORY_HINT = "move the file away to start over; this discards the count of looks"
 
 
 @dataclass(frozen=True)
@@ -95,7 +119,7 @@ class GateResult:
 
     @property
     def outcome(self) -> str:
-        """The verdict in words; see `lathe.evaluate.wording.outcome`."""
+        """The verdict in words; see `lathe.evaluate.comparison.outcome`."""
         return outcome(self.verdict, self.passed)
 
 
@@ -148,7 +172,7 @@ def gate(
     Args:
         output: JSON file to write: verdict, checks, settings, and the data of both evaluations.
         history: file, or address in an object store, that counts the comparisons with the same
-            baseline; each is then made at the confidence of `lathe.evaluate.alpha_spending`.
+            baseline; each is then made at the confidence of `confidence_at`.
 
     Raises:
         UserError: a folder is not an evaluation, or the two were measured on different data, or
@@ -157,31 +181,123 @@ def gate(
     if output is not None:
         claim_output_file(output, VERDICT, baseline, candidate)
     settings = recipe.Gate
-    pairing = _pair(baseline, candidate, settings)
-    judged = list(_judged(pairing, settings))
-    clean = list(_uncontaminated(judged))
-    said = {  # of each set that is partly in the training text of either model
+    pairing = _pair(baseline, candidate, settings.cluster_by)
+    tested = list(_with_margins(pairing, settings))
+    clean = [(without, margin) for one, margin in tested if (without := _uncontaminated(one))]
+    statements = {  # of each set that is partly in the training text of either model
         statement(name, share)
         for measured in (pairing.before, pairing.after)
         for name, share in measured.get("contamination", {}).items()
     }
-    pairing = replace(pairing, notes=(*pairing.notes, *sorted(filter(None, said))))
-    if history is not None and not pairing.baseline:
-        raise UserError(
-            f"{baseline}: does not record which model it evaluates",
-            "evaluate it again",
-            Code.INCOMPLETE,
-        )
-    look = None if history is None else spend(history, pairing.baseline, pairing.candidate)
+    pairing = replace(pairing, notes=(*pairing.notes, *sorted(filter(None, statements))))
+
+    # A look is spent before the models are compared: whoever has seen a result has looked.
+    look = None
+    if history is not None:
+        if not pairing.baseline:
+            raise UserError(
+                f"{baseline}: does not record which model it evaluates",
+                "evaluate it again",
+                Code.INCOMPLETE,
+            )
+        look = spend(history, pairing.baseline, pairing.candidate)
     confidence = settings.confidence if look is None else confidence_at(look, settings.confidence)
     checks = [
-        pair.measure.compare(pair.name, pair.before, pair.after, margin, confidence)
-        for pair, margin in (*judged, *clean)
+        one.measure.compare(one.name, one.before, one.after, margin, confidence)
+        for one, margin in (*tested, *clean)
     ]
     result = _conclude(checks, pairing, settings, confidence, look)
+
     if output is not None:
-        _write(output, result, settings, pairing)
+        content = {
+            "verdict": result.verdict,
+            "passed": result.passed,
+            "reasons": result.reasons,
+            "checks": [asdict(check) for check in result.checks],
+            "shown": [asdict(metric) for metric in result.shown],
+            "notes": result.notes,
+            "look": result.look,
+            "confidence": result.confidence,
+            "settings": settings.model_dump(),
+            "baseline": pairing.before,
+            "candidate": pairing.after,
+        }
+        with atomic_file(output) as work:
+            text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+            work.write_text(text, encoding="utf-8")
     return result
+
+
+def _pair(baseline: Path, candidate: Path, cluster_by: str | None) -> Pairing:
+    """The measures of both, from Lathe or lm-evaluation-harness."""
+    by_lm_eval = [
+        not (path / METRICS).is_file() and is_logged(path) for path in (baseline, candidate)
+    ]
+    if any(by_lm_eval) and not all(by_lm_eval):
+        raise UserError(
+            f"{baseline} and {candidate}: only one of them is from lm_eval",
+            "evaluate both models with the same program",
+            Code.MISMATCH,
+        )
+    pair = pair_logged if all(by_lm_eval) else pair_evaluations
+    return pair(baseline, candidate, cluster_by)
+
+
+def _with_margins(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, float]]:
+    """The measures that the gate tests, each with its margin.
+
+    Raises:
+        UserError: there are none, or a pattern of `Gate.margins` matches no measure.
+    """
+    names = [pair.name for pair in pairing.pairs]
+    for pattern in settings.margins:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"Gate.margins: {pattern!r} matches no measure of these evaluations",
+                f"they have: {', '.join(names)}",
+                Code.UNKNOWN_NAME,
+            )
+    is_tested = False
+    for pair in pairing.pairs:
+        margin = pair.measure.margin(settings)
+        for pattern, stated in settings.margins.items():
+            if fnmatchcase(pair.name, pattern):  # the last pattern that matches wins
+                margin = stated
+        if margin is not None:
+            is_tested = True
+            yield pair, margin
+    if not is_tested:
+        raise UserError(
+            f"no margin applies to any measure: {', '.join(names)}",
+            "give one with -o 'Gate.margins={MEASURE: 0.01}'",
+            Code.MISSING_OPTION,
+        )
+
+
+def _uncontaminated(pair: Pair) -> Pair | None:
+    """The pair on the units that neither model's training text contains; None if no unit is
+    contaminated.
+
+    Raises:
+        UserError: too few units are left.
+    """
+    # A unit that either model has seen is left out of both: units stay paired.
+    rows = list(zip(pair.before.rows, pair.after.rows, strict=True))
+    clean = [not (a.get("contaminated") or b.get("contaminated")) for a, b in rows]
+    if all(clean):
+        return None
+    if sum(clean) < 2:
+        raise UserError(
+            f"{pair.name}: the training text contains {len(clean) - sum(clean):,} of "
+            f"{len(clean):,} units: the set is not held out",
+            "evaluate both models on another set",
+            Code.TOO_LITTLE_DATA,
+        )
+    before, after = (
+        replace(units, rows=[row for row, keep in zip(units.rows, clean, strict=True) if keep])
+        for units in (pair.before, pair.after)
+    )
+    return replace(pair, name=f"{pair.name}, uncontaminated", before=before, after=after)
 
 
 def _conclude(
@@ -192,14 +308,15 @@ def _conclude(
     look: int | None,
 ) -> GateResult:
     """The result: `conclusion` decides; if it is inconclusive, the recipe does."""
+    # Sorting is stable: checks of equal severity stay in the order of the tasks.
     ranked = sorted(checks, key=lambda check: -SEVERITY.index(check.verdict))
-    reasons = [sentence(check, confidence) for check in ranked]
+    reasons = [check.sentence(confidence) for check in ranked]
     verdict = conclusion(checks)
     passed = verdict == "pass"
     if verdict == "inconclusive":
         passed = settings.on_inconclusive == "pass"
         cure = "more examples or more text would decide it"
-        if ranked[0].verdict == "pass":
+        if ranked[0].verdict == "pass":  # every check passes, and would for any model
             cure = (
                 "no check can tell the candidate from a model that has learned nothing: train "
                 "longer, or if the baseline is good at other data, evaluate on that too (a text, "
@@ -221,90 +338,24 @@ def _conclude(
     )
 
 
-def _pair(baseline: Path, candidate: Path, settings: GateSettings) -> Pairing:
-    """The measures of both, from Lathe or lm-evaluation-harness."""
-    by_lm_eval = [
-        not (path / METRICS).is_file() and is_logged(path) for path in (baseline, candidate)
-    ]
-    if any(by_lm_eval) and not all(by_lm_eval):
-        raise UserError(
-            f"{baseline} and {candidate}: only one of them is from lm_eval",
-            "evaluate both models with the same program",
-            Code.MISMATCH,
-        )
-    pair = pair_logged if all(by_lm_eval) else pair_evaluations
-    return pair(baseline, candidate, settings.cluster_by)
-
-
-def _judged(pairing: Pairing, settings: GateSettings) -> Iterator[tuple[Pair, float]]:
-    """The measures that the gate tests, each with its margin.
-
-    Raises:
-        UserError: there are none, or a pattern of `Gate.margins` matches no measure.
-    """
-    names = [pair.name for pair in pairing.pairs]
-    for pattern in settings.margins:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"Gate.margins: {pattern!r} matches no measure of these evaluations",
-                f"they have: {', '.join(names)}",
-                Code.UNKNOWN_NAME,
-            )
-    is_judged = False
-    for pair in pairing.pairs:
-        margin = pair.measure.margin(settings)
-        for pattern, stated in settings.margins.items():
-            if fnmatchcase(pair.name, pattern):
-                margin = stated
-        if margin is not None:
-            is_judged = True
-            yield pair, margin
-    if not is_judged:
-        raise UserError(
-            f"no margin applies to any measure: {', '.join(names)}",
-            "give one with -o 'Gate.margins={MEASURE: 0.01}'",
-            Code.MISSING_OPTION,
-        )
-
-
-def _uncontaminated(judged: Sequence[tuple[Pair, float]]) -> Iterator[tuple[Pair, float]]:
-    """The measures of contaminated sets, on their uncontaminated units.
-
-    Raises:
-        UserError: too few units are left.
-    """
-    for pair, margin in judged:
-        clean = without_contaminated(pair)
-        if clean and len(clean.before.rows) < 2:
-            raise UserError(
-                f"{pair.name}: the training text contains "
-                f"{len(pair.before.rows) - len(clean.before.rows):,} of {len(pair.before.rows):,} "
-                "units: the set is not held out",
-                "evaluate both models on another set",
-                Code.TOO_LITTLE_DATA,
-            )
-        if clean:
-            yield clean, margin
-
-
 def verdict_table(result: GateResult) -> Table:
     """A table for a terminal with one column per check."""
     table = Table("", *(check.measure for check in result.checks))
     rows: dict[str, list[str]] = {}
     for check in result.checks:
-        shown = formats(check)
+        shown = check.formatted()
         for name in ("baseline", "candidate", "change"):
             rows.setdefault(name, []).append(shown[name])
         rows.setdefault("interval", []).append(f"{shown['low']} to {shown['high']}")
         rows.setdefault("allowed", []).append(shown["limit"])
         rows.setdefault("can show", []).append(shown["detectable"])
-        rows.setdefault("measured on", []).append(units(check))
+        rows.setdefault("measured on", []).append(check.formatted_units())
         if any(other.noise_floor is not None for other in result.checks):
             floor = check.noise_floor
             known = "" if floor is None else f"{floor:,} of {check.n:,} {check.unit}"
             rows.setdefault("noise floor", []).append(known)
         if any(other.needed for other in result.checks):
-            rows.setdefault("would decide", []).append(decisive(check))
+            rows.setdefault("would decide", []).append(check.decisive_units())
         rows.setdefault("verdict", []).append(PAST[check.verdict])
     for name, cells in rows.items():
         table.add_row(name, *cells)
@@ -320,24 +371,6 @@ def shown_table(result: GateResult) -> Table:
     return table
 
 
-def _write(output: Path, result: GateResult, settings: GateSettings, pairing: Pairing) -> None:
-    content = {
-        "verdict": result.verdict,
-        "passed": result.passed,
-        "reasons": result.reasons,
-        "checks": [asdict(check) for check in result.checks],
-        "shown": [asdict(figure) for figure in result.shown],
-        "notes": result.notes,
-        "look": result.look,
-        "confidence": result.confidence,
-        "settings": settings.model_dump(),
-        "baseline": pairing.before,
-        "candidate": pairing.after,
-    }
-    with atomic_file(output) as work:
-        work.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
 def informational_metrics(pairing: Pairing, confidence: float) -> Iterator[InformationalMetric]:
     """Yield the flips of every accuracy, and the noise floor of generated answers; agreement and
     divergence where the candidate was evaluated with the baseline as its reference.
@@ -346,50 +379,101 @@ def informational_metrics(pairing: Pairing, confidence: float) -> Iterator[Infor
     you need (2024), find that the share of flipped answers and the divergence of next-token
     distributions show the effects of compression better.
     """
+    wilson = "Wilson's score interval"
     for pair in pairing.pairs:
+        n = len(pair.before.rows)
         if isinstance(pair.measure, Accuracy):
             rows = (*pair.before.rows, *pair.after.rows)
             if all(pair.measure.column in row for row in rows):  # earlier versions wrote fewer
                 theirs, ours = pair.measure.right(pair.before), pair.measure.right(pair.after)
                 lost, gained = int((theirs & ~ours).sum()), int((~theirs & ours).sum())
-                interval = share_interval(lost + gained, len(theirs), confidence)
-                yield _informational(
-                    *(f"flips of {pair.name}", interval, len(theirs), "examples"),
-                    "Wilson's score interval",
-                    lost=lost,
-                    gained=gained,
-                )
+                share = share_interval(lost + gained, n, confidence)
+                ends = share.estimate, share.low, share.high
+                name = f"flips of {pair.name}"
+                yield InformationalMetric(name, *ends, n, "examples", wilson, lost, gained)
             floor = pair.before.noise_floor(pair.measure.column)
             if floor is not None:
-                n, how = len(pair.before.rows), pair.before.rows[0].get(f"how{AGAIN}")
-                interval = share_interval(floor, n, confidence)
-                yield _informational(
-                    *(f"noise floor of {pair.name} ({how})", interval, n, "examples"),
-                    "Wilson's score interval",
-                )
+                share = share_interval(floor, n, confidence)
+                ends = share.estimate, share.low, share.high
+                name = f"noise floor of {pair.name} ({pair.before.rows[0].get(f'how{AGAIN}')})"
+                yield InformationalMetric(name, *ends, n, "examples", wilson)
         elif (
             "agreement" in pair.after.figures
-            and len(pair.after.rows) > 1
+            and n > 1
             and pairing.after["digests"].get("reference") == pairing.baseline
         ):
-            yield from _divergence(pair.after, confidence)
+            tokens = pair.after.column("tokens")
+            for name, column in (
+                ("top-1 agreement", "agreed"),
+                ("KL divergence from the baseline", "divergence"),
+            ):
+                totals = pair.after.totals(pair.after.column(column), tokens)
+                mean = totals.interval(confidence)
+                ends = mean.estimate, mean.low, mean.high
+                method = f"linearized ratio over {len(totals.sums)} stretches, Student's t"
+                yield InformationalMetric(name, *ends, n, "blocks", method)
 
 
-def _divergence(units: Units, confidence: float) -> Iterator[InformationalMetric]:
-    tokens = units.column("tokens")
-    for what, column in (
-        ("top-1 agreement", "agreed"),
-        ("KL divergence from the baseline", "divergence"),
-    ):
-        totals = units.totals(units.column(column), tokens)
-        interval = totals.interval(confidence)
-        method = f"linearized ratio over {len(totals.sums)} stretches, Student's t"
-        yield _informational(what, interval, len(tokens), "blocks", method)
+class Look(BaseModel):
+    """One comparison: digest of the candidate and its data, and the time."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    candidate: str
+    at: datetime
 
 
-def _informational(
-    measure: str, interval: Interval, n: int, unit: str, method: str, **flips: int
-) -> InformationalMetric:
-    return InformationalMetric(
-        measure, interval.estimate, interval.low, interval.high, n, unit, method, **flips
-    )
+class Looks(BaseModel):
+    """The history file: the looks against each live model, by its digest."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    looks: dict[str, tuple[Look, ...]] = {}
+
+
+def confidence_at(look: int, confidence: float) -> float:
+    """The confidence of the two-sided interval at the `look`-th comparison, from 1."""
+    return 1 - (1 - confidence) / (look * (look + 1))
+
+
+def spend(history: str | Path, baseline: str, candidate: str) -> int:
+    """Record a look at `candidate` against `baseline`, and return its number, from 1.
+
+    It is recorded before the result is known. The same candidate on the same data keeps the number
+    of its first look, so that repeating a step spends nothing.
+
+    Args:
+        history: file, or address in an object store; created if it does not exist.
+
+    Raises:
+        UserError: the file is broken, or another process is writing to it.
+    """
+    path, is_stored = Path(history), storage.is_store(str(history))
+    # A file is locked; an object is replaced only if nobody else has changed it, see below.
+    with nullcontext() if is_stored else locked(path.parent):
+        text: str | None = None
+        if is_stored and storage.exists(str(history)):
+            text = storage.read_text(str(history))
+        elif not is_stored and path.exists():
+            text = read_text(path)
+        try:
+            recorded = Looks.model_validate_json(text) if text is not None else Looks()
+        except ValidationError as error:
+            raise UserError(
+                f"{history}: broken: {first_mistake(error)}", HISTORY_HINT, Code.MALFORMED
+            ) from None
+        # Counted by live model: when it is replaced, the next one has all of alpha again.
+        looks = recorded.looks.get(baseline, ())
+        # The same candidate on the same data has been looked at before: its level is spent.
+        for number, look in enumerate(looks, start=1):
+            if look.candidate == candidate:
+                return number
+        added = (*looks, Look(candidate=candidate, at=datetime.now(UTC)))
+        values = Looks(looks=recorded.looks | {baseline: added}).model_dump(mode="json")
+        changed = json.dumps(values, indent=1) + "\n"
+        if is_stored:
+            storage.replace_text(str(history), changed, text)  # fails if `text` is not current
+        else:
+            with atomic_file(path) as work:
+                work.write_text(changed, encoding="utf-8")
+        return len(added)

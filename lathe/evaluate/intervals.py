@@ -31,6 +31,7 @@ class Interval:
     def detectable(self, confidence: float) -> float:
         """The minimum detectable effect of a comparison with this precision at POWER: the standard
         error times the sum of both normal quantiles."""
+        # The half-width is z standard errors, so dividing by z recovers the standard error.
         z, power = (float(scipy.stats.norm.ppf(p)) for p in ((1 + confidence) / 2, POWER))
         return (z + power) * (self.high - self.low) / (2 * z)
 
@@ -56,6 +57,8 @@ def ratio_stderr(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> floa
     m, total = len(sums), counts.sum()
     if m < 2:
         return math.nan
+    # Of a ratio of two totals, each of which varies from block to block: what varies beside the
+    # ratio itself is the residual of each block.
     residuals = sums - counts * (sums.sum() / total)
     return float(math.sqrt(m / (m - 1) * np.square(residuals).sum()) / total)
 
@@ -74,6 +77,8 @@ def needed_units(n: int, interval: Callable[[float], Interval], limit: float) ->
         needed = interval(math.exp(log_factor))
         return min(limit - needed.low, needed.high - limit)
 
+    # Intervals shrink monotonically with more units, so there is one root; it is sought in the
+    # logarithm of the factor, which spans four decades.
     max_log_factor = math.log(MAX_SAMPLE_FACTOR)
     if overlap(max_log_factor) > 0:
         return None
@@ -101,18 +106,20 @@ def accuracy_difference(lost: float, gained: float, n: float, confidence: float)
     not reject. Unlike Wald's, it keeps its level with few or no discordant pairs, and at a
     difference of 0 the test is McNemar's. `lost` and `gained` are those of `mcnemar`.
     """
+    # The upper end is the lower end of the opposite difference.
     low = _tango_low(lost, gained, n, confidence)
     return Interval((gained - lost) / n, low, -_tango_low(gained, lost, n, confidence))
 
 
 def _tango_low(lost: float, gained: float, n: float, confidence: float) -> float:
-    if lost == n:
+    if lost == n:  # the lowest possible difference, at which the search would begin
         return -1.0
     z = float(scipy.stats.norm.ppf((1 + confidence) / 2))
 
     def excess(difference: float) -> float:
         """The observed difference minus the largest that the test allows, times n."""
         # Maximum-likelihood estimate of the probability of a loss, given `difference`.
+        # It is the larger root of a quadratic, of which b and c are coefficients.
         b = (2 * n - gained + lost) * difference - gained - lost
         c = -lost * difference * (1 - difference)
         p = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (4 * n)
@@ -148,17 +155,18 @@ class Totals:
     def p_value(self) -> float:
         """Two-sided p-value that the mean is zero."""
         estimate, stderr = self.sums.sum() / self.counts.sum(), ratio_stderr(self.sums, self.counts)
+        # All differences are equal: there is no distribution to test against.
         if stderr == 0:
             return float(estimate == 0)
         return float(2 * scipy.stats.t.sf(abs(estimate) / stderr, self.degrees))
 
 
-def of_units(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Totals:
+def unit_totals(sums: NDArray[np.float64], counts: NDArray[np.float64]) -> Totals:
     """Totals of independent units; with counts of one this is the ordinary t-test."""
     return Totals(sums, counts, len(sums) - 1)
 
 
-def of_clusters(
+def cluster_totals(
     values: NDArray[np.float64], counts: NDArray[np.float64], clusters: NDArray[np.int64]
 ) -> Totals:
     """Totals of clusters, such as documents, whose examples are not independent.
@@ -174,6 +182,7 @@ def of_clusters(
         clusters: (n,) the index of its cluster, from 0.
     """
     sums, sizes = (np.bincount(clusters, weights=x).astype(np.float64) for x in (values, counts))
+    # The effective number of clusters, (sum w)^2 / sum w^2, with weights w = size^2.
     weights = np.square(sizes)
     effective = float(np.square(weights.sum()) / np.square(weights).sum())
     return Totals(sums, sizes, max(effective - 1, 1.0))

@@ -40,6 +40,7 @@ def measure(
     """
     opened = {name: OnnxModel(folder, threads) for name, folder in models.items()}
     shortest = min(model.n_positions for model in opened.values())
+    # All models get the same tokens, so the one with the shortest context decides.
     prompt_tokens = max(1, min(prompt_tokens, shortest - new_tokens))
     new_tokens = min(new_tokens, shortest - prompt_tokens)
     prefill: dict[str, list[float]] = {name: [] for name in models}
@@ -50,6 +51,7 @@ def measure(
             for name, model in opened.items():
                 shape = (batch, prompt_tokens + new_tokens)
                 tokens = generator.integers(0, model.vocab_size, shape)
+                # Turn by turn, so that a slow moment of the machine does not fall on one model.
                 times = _run(model, tokens, prompt_tokens)
                 if turn > 0:
                     prefill[name].append(times[0])

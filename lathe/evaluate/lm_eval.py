@@ -17,8 +17,16 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from lathe.evaluate.comparison import Accuracy, MeanCost, MeanScore, Measure, Perplexity, Units
-from lathe.evaluate.paired_evaluations import Pair, Pairing
+from lathe.evaluate.comparison import (
+    Accuracy,
+    MeanCost,
+    MeanScore,
+    Measure,
+    Pair,
+    Pairing,
+    Perplexity,
+    Units,
+)
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import first_mistake, lines, open_file, parse_json, read_text
 from lathe_base.storage import digest, sha256
@@ -70,15 +78,13 @@ class LoggedTask:
     samples: Mapping[Key, LoggedSample]
     results: Mapping[str, Any]
 
-    def of_results(self, group: str, key: str) -> Any:
-        """An entry of the task in a group of the results, or None."""
-        of_task = self.in_results(group)
-        return of_task.get(key) if isinstance(of_task, dict) else None
-
-    def in_results(self, group: str) -> Any:
-        """The task's entry in a group of the results, or None."""
-        result = self.results.get(group)
-        return result.get(self.name) if isinstance(result, dict) else None
+    def result(self, *keys: str) -> Any:
+        """An entry of the results in the group `keys[0]`, of this task; further keys select within
+        it. None if there is none: versions of lm-eval differ in what they write."""
+        entry: Any = self.results
+        for key in (keys[0], self.name, *keys[1:]):
+            entry = entry.get(key) if isinstance(entry, dict) else None
+        return entry
 
 
 def pair_logged(baseline: Path, candidate: Path, cluster_by: str | None) -> Pairing:
@@ -140,12 +146,14 @@ def _require_same(names: str, what: str, before: object, after: object) -> None:
 
 
 def _pair_task(before: LoggedTask, after: LoggedTask) -> Iterator[Pair | str]:
+    # The tasks are the same, and so are their documents, prompts and targets, one by one.
     names = f"{before.path} and {after.path}"
-    versions = [task.in_results("versions") for task in (before, after)]
+    versions = [task.result("versions") for task in (before, after)]
     if None not in versions:
         _require_same(names, "version", *map(str, versions))
     _require_same(names, "filters", *({key[0] for key in t.samples} for t in (before, after)))
     for ours, theirs, path in ((before, after, after.path), (after, before, before.path)):
+        # In both directions: either may have more.
         if missing := [key[1] for key in ours.samples if key not in theirs.samples]:
             few = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
             raise UserError(
@@ -161,6 +169,7 @@ def _pair_task(before: LoggedTask, after: LoggedTask) -> Iterator[Pair | str]:
                     Code.MISMATCH,
                 )
         _require_same(f"{names}: doc_id {key[1]}", "metrics", set(sample.values), set(other.values))
+
     for filter_name in dict.fromkeys(key[0] for key in before.samples):
         keys = [key for key in before.samples if key[0] == filter_name]
         metrics = dict.fromkeys(name for key in keys for name in before.samples[key].values)
@@ -174,15 +183,28 @@ def _pair_metric(
     """The pair for one metric and filter, or the reason why there is none."""
     filter_name = keys[0][0]
     name = f"{before.name} {metric}" + (f" ({filter_name})" if filter_name != "none" else "")
-    units = [_units(task, keys, metric) for task in (before, after)]
-    if any(unit is None for unit in units):
-        return f"{name} is skipped: it is not one number per document"
-    first, second = (unit for unit in units if unit is not None)
+
+    # A row per document: the value, and for word and byte perplexities its weight.
+    size = 2 if metric in PER_WEIGHT else 1
+    units = []
+    for task in (before, after):
+        rows = []
+        for sample in (task.samples[key] for key in keys):
+            value = sample.values.get(metric)
+            parts = value if isinstance(value, list) else [value]
+            if len(parts) != size or None in parts:
+                return f"{name} is skipped: it is not one number per document"
+            rows.append({"value": parts[0], "weight": parts[-1], "document": sample.document})
+        units.append(Units(task.path, {}, rows))
+    first, second = units
+
     measure = _measure(before, metric, first, second)
     if measure is None:
         return f"{name} is skipped: no results_*.json says whether higher is better"
+    # Some figures are no means over documents, such as the F1 of a corpus: their paired
+    # differences would say nothing about them.
     for task, unit in ((before, first), (after, second)):
-        reported = task.of_results("results", f"{metric},{filter_name}")
+        reported = task.result("results", f"{metric},{filter_name}")
         overall = measure.overall(unit)
         if isinstance(reported, int | float) and not math.isclose(
             reported, overall, rel_tol=TOLERANCE, abs_tol=TOLERANCE
@@ -192,20 +214,6 @@ def _pair_metric(
                 f"which is {overall:.6g}"
             )
     return Pair(name, measure, first, second)
-
-
-def _units(task: LoggedTask, keys: Sequence[Key], metric: str) -> Units | None:
-    """A row per document: the value, and for word and byte perplexities its weight."""
-    size = 2 if metric in PER_WEIGHT else 1
-    rows = []
-    for key in keys:
-        sample = task.samples[key]
-        value = sample.values.get(metric)
-        parts = value if isinstance(value, list) else [value]
-        if len(parts) != size or None in parts:
-            return None
-        rows.append({"value": parts[0], "weight": parts[-1], "document": sample.document})
-    return Units(task.path, {}, rows)
 
 
 def _measure(task: LoggedTask, metric: str, first: Units, second: Units) -> Measure | None:
@@ -221,12 +229,13 @@ def _measure(task: LoggedTask, metric: str, first: Units, second: Units) -> Meas
             unit="documents",
             margin=lambda gate: gate.max_perplexity_increase,
         )
-    higher = task.of_results("higher_is_better", metric)
+    higher = task.result("higher_is_better", metric)
     if higher is None and metric in HIGHER_IS_BETTER:
         higher = True
     if not isinstance(higher, bool):
         return None
     values = np.concatenate([first.column("value"), second.column("value")])
+    # Zeros and ones are answers that are right or wrong, to which McNemar's test applies.
     if higher and np.isin(values, (0.0, 1.0)).all():
         return Accuracy(
             key=metric,
@@ -234,6 +243,8 @@ def _measure(task: LoggedTask, metric: str, first: Units, second: Units) -> Meas
             column="value",
             margin=lambda gate: gate.max_task_accuracy_drop,
         )
+    # The margin for accuracies also fits other scores from 0 to 1; a score in another unit is
+    # tested only with a margin of its own, of `Gate.margins`.
     is_share = bool((values >= 0).all() and (values <= 1).all())
     kind = MeanScore if higher else MeanCost
     return kind(
@@ -272,7 +283,9 @@ class SampleLine(BaseModel):
 
     def values(self) -> dict[str, Any]:
         """The metrics by name; values other than a number or a list of numbers are None."""
-        fields = self.model_extra or {}
+        fields = (
+            self.model_extra or {}
+        )  # early versions do not list the metrics, and log nothing else
         return {name: _number(fields.get(name)) for name in self.metrics or fields}
 
 
@@ -302,6 +315,7 @@ def read_logged(path: Path, cluster_by: str | None = None) -> dict[str, LoggedTa
         task, date = (match["task"], match["date"] or "") if match else (file.stem, "")
         if task in latest:
             log.info("%s: several runs of %s: using the latest", path, task)
+        # ISO dates sort as text.
         latest[task] = max(latest.get(task, ("", file)), (date, file))
     return {task: _read_task(task, *latest[task], cluster_by) for task in sorted(latest)}
 
@@ -334,14 +348,23 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
                     f"{where}: duplicate doc_id {line.doc_id} ({line.filter})", HINT, Code.DUPLICATE
                 )
             is_clustered = isinstance(line.doc, dict) and cluster_by
+            # Documents may be anything, also a list or a text.
             cluster = line.doc.get(cluster_by) if is_clustered else None
             document = None if cluster is None else str(cluster)
             samples[key] = LoggedSample(line.hashes(), line.values(), document)
     if not samples:
         raise UserError(f"{path}: no samples", HINT, Code.TOO_LITTLE_DATA)
-    task = LoggedTask(name, path, sha256(path), samples, _results(path.parent, date))
-    expected = task.of_results("n-samples", "effective")
+
+    # The aggregated results of the run, if they are next to the samples.
+    results: dict[str, Any] = {}
+    if date and (files := sorted(path.parent.glob(f"*_{date}.json"))):
+        results = parse_json(read_text(files[0], HINT), str(files[0]), HINT)
+        if not isinstance(results, dict):
+            raise UserError(f"{files[0]}: not lm_eval results", HINT, Code.WRONG_KIND)
+    task = LoggedTask(name, path, sha256(path), samples, results)
+    expected = task.result("n-samples", "effective")
     documents = len({doc_id for _, doc_id in samples})
+    # Whole lines may be missing, which only the count shows.
     if isinstance(expected, int) and documents != expected:
         raise UserError(
             f"{path}: {documents} documents, but the run's results count {expected}",
@@ -349,17 +372,6 @@ def _read_task(name: str, date: str, path: Path, cluster_by: str | None) -> Logg
             Code.INCOMPLETE,
         )
     return task
-
-
-def _results(folder: Path, date: str) -> dict[str, Any]:
-    """The aggregated results of the run, if they are next to the samples."""
-    files = sorted(folder.glob(f"*_{date}.json")) if date else []
-    if not files:
-        return {}
-    values = parse_json(read_text(files[0], HINT), str(files[0]), HINT)
-    if not isinstance(values, dict):
-        raise UserError(f"{files[0]}: not lm_eval results", HINT, Code.WRONG_KIND)
-    return values
 
 
 def _number(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """The model card of a checkpoint: a README.md with Hugging Face's metadata at its top.
 
 It contains the facts in `config.json` and `lathe.json`, but not the time, place or speed of
-training, so that the same training writes the same card. `lathe.report.cards.card` adds evaluation
-results.
+training, so that the same training writes the same card. `lathe.report.cards.release` adds
+evaluation results.
 """
 
 import math

@@ -38,10 +38,12 @@ def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
             met = _met(rank, call, waiting)
             if met is None:
                 continue
+            # Everyone is here: do they mean the same call?
             for other, its in met.items():
                 same_kind = call.peer is not None or call.kind == its.kind  # a send meets a receive
                 if not same_kind or call.tensors != its.tensors:
                     return f"{_at(rank, call)}, while {_at(other, its)}"
+            # It completes, and whoever has nothing else to wait for goes on to the next call.
             for other, its in met.items():
                 waiting[other].remove(its)
                 if not waiting[other]:
@@ -55,6 +57,7 @@ def _batches(calls: Sequence[Collective]) -> Iterator[list[Collective]]:
     direction, which torch's schedules do not batch; or a collective."""
 
     def key(numbered: tuple[int, Collective]) -> int | str:
+        # A collective is a group of its own: a negative number equals no other key.
         number, call = numbered
         if call.peer is None:
             return -number
@@ -99,7 +102,7 @@ def _cycle(waiting: Open) -> str | None:
         return None
     if rank not in chain:
         return f"{[*chain.values()][-1]}, while rank {rank} makes no more calls"
-    first = list(chain).index(rank)
+    first = list(chain).index(rank)  # those before it only wait for the cycle
     return ", while ".join([*chain.values()][first:])
 
 

@@ -30,15 +30,25 @@ from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lathe.compress.plan import named_formats
+from lathe.compress.prune import cut
+from lathe.compress.quantize import insert_fake_quantization
+from lathe.compress.widths import keep_layers
 from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
-from lathe.plan.job import TrialJob
+from lathe.model import lora
+from lathe.model.config import GPTConfig, read_config
+from lathe.model.fake_quant import fold_observers
+from lathe.model.gpt import GPT
 from lathe.plan.record import Collective, Recorder
 from lathe.plan.repeat import Repeats
+from lathe.train.finetune import frozen_dtype
 from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, StopSaveFlags
-from lathe.train.parallel import divide
+from lathe.train.parallel import Stage, divide
+from lathe.train.pretrain import new_model
 from lathe.train.run import make_teacher
+from lathe.train.shape import model_config, recipe_stage
 from lathe.train.trainer import Trainer
 from lathe.train.workers import Workers, make_mesh
 from lathe_base.config.settings import Recipe
@@ -48,6 +58,63 @@ T = TypeVar("T")
 FAKE_VALUES = (1.0, 1e4, 0.0, 0.0)
 """Made-up values that the host reads: a step's loss and squared gradient norm, and no requests to
 stop or save; in validation, the loss of one sample. All others are 0."""
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """A model without values, and what else its training needs.
+
+    Attributes:
+        model: on the meta device.
+        teacher: on the meta device; None without distillation.
+        observe: see `lathe.train.trainer.Trainer`.
+    """
+
+    model: GPT
+    teacher: GPT | None = None
+    observe: Callable[[Workers], Callable[[Stage], None]] | None = None
+
+
+def dense_config(recipe: Recipe) -> GPTConfig:
+    """Shape of the model that the recipe trains, or that its stage starts from, with the recipe's
+    vocabulary."""
+    return model_config(recipe, recipe.Prepare.vocab_size)
+
+
+def make_job(recipe: Recipe) -> TrialJob:
+    """The training of the recipe's stage.
+
+    Choices that depend on data are approximated: global pruning by the same share of every layer,
+    several rounds by the first, which leaves the most, the least important layers by the last ones,
+    and `auto` scales by static ones.
+
+    Raises:
+        UserError: a setting or a linear that the model's family does not have.
+    """
+    config, stage = dense_config(recipe), recipe_stage(recipe)
+    with torch.device("meta"):
+        model, teacher = new_model(config, recipe.Model), None
+        if folder := recipe.Compress.Distill.teacher:
+            teacher = GPT(config if folder == "parent" else read_config(Path(folder)))
+        if stage == "finetune":
+            lora.insert(model, recipe.Finetune.lora, frozen_dtype(recipe))
+        if stage == "prune":
+            settings = recipe.Compress.Prune
+            if settings.layers:
+                model = keep_layers(model, range(max(1, config.n_layer - settings.layers)))
+            known = {"criterion": "l1_norm", "scope": "uniform", "layers": 0}
+            model = cut(model, settings.model_copy(update=known), config)
+        if stage == "quantize":
+            formats = named_formats(config, recipe.Compress.Quantization, None)
+            model = insert_fake_quantization(model, recipe, formats)[0]
+    if stage != "quantize":
+        return TrialJob(model, teacher)
+    rate = recipe.Compress.Quantization.moving_rate
+
+    def observe(workers: Workers) -> Callable[[Stage], None]:
+        return lambda stage: fold_observers(stage.gpt, rate, workers.replicas)
+
+    return TrialJob(model, teacher, observe)
 
 
 @dataclass(frozen=True)
@@ -90,6 +157,8 @@ def try_rank(
     Raises:
         UserError: the model or the batch cannot be divided as the recipe asks.
     """
+    # The model is divided as on the real process, and its parts become fake tensors: shapes and
+    # dtypes without values. From there on, everything runs through the trainer's own code.
     recorder = Recorder()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="lathe-trial-")))
@@ -109,11 +178,14 @@ def try_rank(
         trainer.recorder, states = recorder, _PlannedStates(workers)
         trainer.states = states  # type: ignore[assignment]
         trainer.categorize(*([teacher.model] if teacher else []))
+
+        # Only what is allocated from here on can be the peak.
         begin = len(recorder.allocations)
         trainer.at.step = 1
         if on_gpu:
             stack.enter_context(gpu_kernels())
         with fake:
+            # All stages but the pipeline's last one.
             for stage in stages[: len(stages) - stages[-1].is_last] if repeats else ():
                 stage.forward = Repeats(stage.forward, recorder)  # type: ignore[method-assign]
             trainer.run()
@@ -192,6 +264,7 @@ class _PlannedStates:
 
 def blank_tokens(recipe: Recipe, data_size: int) -> TokenSequences:
     """A training and a validation document; the second fills one micro-batch of every replica."""
+    # Shapes follow from lengths alone; all ids are 0.
     T, micro = recipe.Data.Train.dataset.max_seq_len, recipe.Global.micro_batch_size
     sizes = np.array([T + 1, micro * data_size * T + 1], np.int32)
     starts = np.array([0, *accumulate(sizes[:-1])])
@@ -227,6 +300,7 @@ class _Votes:
             result = original(stage, received_result)
             assert isinstance(result, FakeTensor)
             with unset_fake_temporarily():
+                # The value that torch reads from a fake tensor where it has one.
                 result.constant = torch.tensor([1], dtype=result.dtype)
             return result
 
@@ -243,6 +317,7 @@ def join_fake_workers(recipe: Recipe, rank: int, size: int) -> Iterator[FakeWork
     Raises:
         UserError: the recipe's degrees do not multiply to `size`.
     """
+    # torch's backend for tests: all others of the group are missing, and nobody waits for them.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         device = torch.device("cpu")
@@ -286,6 +361,7 @@ def _attention(
 ) -> Tensor:
     """FlashAttention in half precision, memory-efficient attention in float32 or with a mask; only
     FlashAttention does not expand shared keys and values."""
+    # Autocast casts the arguments of the public function, not of the kernels called here.
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -299,6 +375,7 @@ def _attention(
         k, v = (x.repeat_interleave(per_group, 1) for x in (k, v))
     bias = None
     if mask is not None:
+        # The kernel takes an additive bias of the dtype of the queries, expanded but not copied.
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
         bias = bias.expand(*q.shape[:2], *mask.shape[-2:])
     out = torch.ops.aten._scaled_dot_product_efficient_attention(

@@ -159,6 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.allocations.append(Allocation(key, -size))
 
         self.kinds.append(kind)
+        # Only a weak reference: the recorder must not keep what it watches alive.
         self._alive[address] = key, storage.nbytes(), weakref.ref(storage, freed)
         self.allocations.append(Allocation(key, storage.nbytes()))
 
@@ -192,6 +193,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         self._send_batch = send_batch = dist.batch_isend_irecv
 
+        # Messages of one batch are waited for together, which their calls do not say themselves.
         def batched(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
             self._batches += 1
             self._batch = self._batches
@@ -224,10 +226,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _collective(self, func: OpOverload, args: tuple[Any, ...], out: Any) -> Collective:
         group = CollectiveOp.get_process_group(func, args)
         ranks = tuple(dist.get_process_group_ranks(group))
+        # Named as in `torch.distributed`, by whose names a user looks for them.
         name = KINDS.get(func._opname, func._opname)
         peer = ranks[args[2]] if name in ("send", "recv") else None
         inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        if name == "barrier":
+        if name == "barrier":  # whose tensor is made up
             inputs = []
         # The payload is the larger of what is sent and received, such as the gathered tensor.
         parts = (*args, out if isinstance(out, Tensor) else ()) if inputs else ()
@@ -236,6 +239,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             default=0,
         )
         tensors = tuple((tuple(x.shape), x.dtype) for x in inputs)
+
+        # The innermost line of the trainer, not of this package, which is between it and torch.
         lathe_frames = (
             f"lathe{file.removeprefix(LATHE)}:{frame.f_lineno}"
             for frame in _frames()
@@ -252,6 +257,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _frames() -> Iterator[FrameType]:
+    # Not `inspect.stack`, which reads source files for every frame.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -270,5 +276,6 @@ def _allocation_category() -> str:
             break
         if "/distributed/fsdp/" in file or "/pipelining/stage.py" in file:
             return "buffers"
+    # torch has no public way to ask whether the autograd engine is running.
     in_backward = torch._C._current_graph_task_id() != -1
     return "temporary" if in_backward else "activations"

@@ -70,6 +70,7 @@ class Repeats:
         Raises:
             Unsteady: the stage cannot be repeated.
         """
+        # Validation has too few micro-batches to repeat.
         if not torch.is_grad_enabled():
             return self.run(x)
         self.count += 1
@@ -94,6 +95,7 @@ class Repeats:
                     names[self.recorder.key(x.grad)] = INPUT_GRADIENT
                 self.backwards.append(end_of_backward())
 
+            # It runs when the whole backward pass has ended, and the input has its gradient.
             torch.autograd.Variable._execution_engine.queue_callback(end)
 
         y.register_hook(begin_backward)  # type: ignore[no-untyped-call]
@@ -128,6 +130,7 @@ class Repeats:
 
     def steady(self, halves: list[_Half]) -> _Half:
         """The pass to repeat."""
+        # The second and third must agree, and must not touch what was there before.
         if halves[RUN - 2] != halves[RUN - 1] or halves[RUN - 1].outside:
             raise Unsteady
         return halves[RUN - 1]

@@ -1,4 +1,5 @@
-"""Tries a whole training on this machine: every distinct kind of its processes."""
+"""Tries a whole training on this machine, every distinct kind of its processes; and its results as
+tables and JSON."""
 
 import gc
 import io
@@ -7,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -16,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lathe.plan.job import make_job
 from lathe.plan.order import find_mismatch
-from lathe.plan.rank import RankTrial, try_rank
+from lathe.plan.rank import RankTrial, make_job, try_rank
 from lathe.plan.record import Collective
 from lathe.plan.repeat import is_unsteady
 from lathe.train.layout import DIMS, Layout, configured_layout
@@ -37,6 +38,11 @@ MAX_EXHAUSTIVE_RANKS = 4
 
 STEP = ("forward and backward", "update", "after the step")
 """The phases of an optimizer step."""
+
+PLANNED = ("weights", "gradients", "optimizer", "activations", "temporary")
+KINDS = (*PLANNED[:4], "logits", "buffers", "temporary")
+"""The planner's kinds of memory, and a trial's: it has logits and the buffers of collectives, some
+of which are gathered weights, apart."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,8 @@ class TrainingTrial:
     @property
     def flops(self) -> float:
         """FLOPs of a step over all processes; the processes of one stage compute the same."""
-        of_stage = {rank.at["pp"]: rank.flops for rank in self.ranks}
-        return sum(of_stage.values()) * self.layout.gpus / self.layout.pp
+        by_stage = {rank.at["pp"]: rank.flops for rank in self.ranks}
+        return sum(by_stage.values()) * self.layout.gpus / self.layout.pp
 
 
 def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTrial:
@@ -131,6 +137,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTria
         UserError: the model or the batch cannot be divided as the recipe asks.
     """
     started = time.monotonic()
+    # Some processes for a few micro-batches stand for all: see `tried_ranks` and `short_steps`.
     config = make_job(recipe).model.config
     layout = configured_layout(config, recipe, gpus)
     ranks = list(tried_ranks(layout))
@@ -153,6 +160,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTria
 def tried_ranks(layout: Layout) -> Iterator[int]:
     """All processes if they are few; otherwise the distinct ones: every stage of the pipeline, and
     at its first, middle and last stage the last process of every other dimension."""
+    # Ranks are numbered in the order of the mesh's dimensions, the last one fastest.
     sizes = {"pp": layout.pp, "dp": layout.dp, "sharding": layout.sharding, "mp": layout.mp}
     if layout.gpus <= MAX_EXHAUSTIVE_RANKS:
         yield from range(layout.gpus)
@@ -160,13 +168,14 @@ def tried_ranks(layout: Layout) -> Iterator[int]:
     coordinates = {(stage, 0, 0, 0) for stage in range(layout.pp)}
     for stage, dim in product({0, layout.pp // 2, layout.pp - 1}, DIMS[1:]):
         coordinates.add((stage, *(sizes[d] - 1 if d == dim else 0 for d in DIMS[1:])))
-    for place in sorted(coordinates):
-        yield int(np.ravel_multi_index(place, [sizes[dim] for dim in DIMS]))
+    for coordinate in sorted(coordinates):
+        yield int(np.ravel_multi_index(coordinate, [sizes[dim] for dim in DIMS]))
 
 
 def short_steps(layout: Layout) -> list[int]:
     """Numbers of micro-batches of the steps to try: the layout's own, or two shorter ones that fill
     the pipeline and have a first, a middle and a last micro-batch."""
+    # Interleaved schedules need multiples of the pipeline's length.
     unit = layout.pp if layout.virtual_pp > 1 else 1
     first = 2 * layout.pp if layout.virtual_pp > 1 else layout.pp + 2
     steps = [first, first + unit]
@@ -205,12 +214,13 @@ def try_ranks(recipe: Recipe, ranks: Sequence[int], size: int, on_gpu: bool) -> 
     try:
         with bar("process", len(ranks)) as progress:
             while waiting or running:
+                # One process for each core: fake tensors compute on one thread.
                 while waiting and len(running) < len(os.sched_getaffinity(0)):
                     rank, (end, other) = waiting.pop(0), context.Pipe(duplex=False)
                     arguments = (other, recipe, rank, size, on_gpu)
                     process = context.Process(target=_child, args=arguments)
                     process.start()
-                    other.close()
+                    other.close()  # or this end would never see the other's end
                     running[end] = rank, process
                 for ready in wait(list(running)):
                     rank, process = running[ready]
@@ -250,6 +260,7 @@ def _received(end: Any, rank: int) -> RankTrial:
         raise StageError(
             f"the trial of rank {rank} was killed: probably out of memory", Code.KILLED
         ) from None
+    # A process sends its results, the parts of a user error, or the traceback of a bug.
     if isinstance(result, tuple):
         raise UserError(*result)
     if isinstance(result, str):
@@ -266,6 +277,8 @@ def _extended(runs: Mapping[int, RankTrial], layout: Layout) -> ProcessTrial:
     """
     first, last = min(runs), max(runs)
     short, long = runs[first], runs[last]
+    # Linear in the number of micro-batches, so two points determine it. `units` is how many times
+    # the difference of both runs is missing.
     units = (layout.accumulate_steps - first) / (last - first) if last > first else 0.0
 
     def at(measure: Callable[[RankTrial], Mapping[Any, float]]) -> dict[Any, float]:
@@ -314,3 +327,83 @@ def _unsaved(runs: Sequence[RankTrial], gpus: int) -> str | None:
     except ValueError as error:
         return f"the parts of a saved state do not fit together: {error}"
     return None
+
+
+def memory_table(trial: TrainingTrial, size: float) -> Table:
+    """Table of the memory of every process that was tried, and of the planner's estimate.
+
+    Args:
+        size: bytes of a GPU.
+    """
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", *trial.ranks[0].at, *KINDS, "GB", "of the GPU"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in trial.ranks:
+        is_fullest = rank is trial.fullest
+        split = (_gb(rank.memory.get(kind, 0.0)) for kind in KINDS)
+        ranks = map(str, (rank.rank, *rank.at.values()))
+        share = f"{rank.peak / size:.0%}"
+        style = "bold" if is_fullest else None
+        table.add_row(*ranks, *split, _gb(rank.peak), share, style=style)
+    planned = trial.estimate
+    split = (_gb(getattr(planned, kind)) if kind in PLANNED else "" for kind in KINDS)
+    blank = [""] * len(trial.ranks[0].at)
+    table.add_row("plan", *blank, *split, _gb(planned.total), f"{planned.total / size:.0%}")
+    return table
+
+
+def traffic_table(rank: ProcessTrial) -> Table:
+    """Table of the collectives of a process in a step."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("collective", "along"):
+        table.add_column(name)
+    for name in ("calls", "GB per step"):
+        table.add_column(name, justify="right")
+    for one in rank.traffic:
+        table.add_row(one.kind, " x ".join(one.dims), f"{one.calls:,.0f}", _gb(one.bytes))
+    return table
+
+
+def figures(trial: TrainingTrial) -> dict[str, str]:
+    """Other results of a trial, shown in one line each."""
+    moved = trial.fullest.volume
+    exchanged = (
+        f"{dim} {_gb(moved.get(dim, 0.0))} (plan {_gb(size)})" for dim, size in trial.volume.items()
+    )
+    return {
+        "FLOPs per step": (
+            f"{trial.flops:.3e}, {trial.flops / trial.model_flops:.3f} x MFU's formula"
+        ),
+        "exchanged": f"GB per step: {', '.join(exchanged) or 'none'}",
+        "collectives": trial.mismatch or "in the same order on all processes that were tried",
+        "tried": f"{len(trial.ranks)} of {trial.layout.gpus} processes in {trial.seconds:.0f} s",
+    }
+
+
+def as_json(trial: TrainingTrial, size: float) -> dict[str, Any]:
+    """The whole trial, in bytes, operations and seconds."""
+    return {
+        "layout": asdict(trial.layout),
+        "gpu_bytes": size,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "at": dict(rank.at),
+                "bytes": {**rank.memory, "total": rank.peak},
+                "flops_per_step": rank.flops,
+                "volume": rank.volume,
+                "collectives": [asdict(one) for one in rank.traffic],
+            }
+            for rank in trial.ranks
+        ],
+        "planned_bytes": {**asdict(trial.estimate), "total": trial.estimate.total},
+        "planned_volume": dict(trial.volume),
+        "flops_per_step": trial.flops,
+        "model_flops_per_step": trial.model_flops,
+        "mismatch": trial.mismatch,
+        "seconds": trial.seconds,
+    }
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"

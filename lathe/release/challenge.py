@@ -34,7 +34,7 @@ def challenge(
     """Evaluate the live release's ONNX like the candidate, and compare the two with the gate.
 
     With `Gate.sequential` the comparisons with the same live model are counted in the store, and
-    each is made at the confidence of `lathe.evaluate.alpha_spending`.
+    each is made at the confidence of `lathe.evaluate.gate.confidence_at`.
 
     Args:
         recipe: groups Production, Offline_Eval and Gate.
@@ -54,6 +54,7 @@ def challenge(
     releases = open_releases(recipe)
     live = (pointer or releases.pointer()).live
     if live is None:
+        # The first release has nothing to lose against.
         result = GateResult(True, ("passed: nothing is in production yet",))
         content = {"verdict": result.verdict, "passed": True, "reasons": result.reasons}
         with atomic_file(output) as work:
@@ -61,6 +62,7 @@ def challenge(
         return result
     with tempfile.TemporaryDirectory(prefix="lathe-live-") as scratch:
         repository = releases.fetch(live.release, Path(scratch) / "repository")
+        # Triton's layout: the only version of the model is an export folder.
         exported = repository / recipe.Serving.model_name / "1"
         baseline = Path(scratch) / "evaluation"
         log.info("in production since %s: %s", live.since, releases.address(live.release))
@@ -69,6 +71,7 @@ def challenge(
             history = f"{releases.root}/{LOOKS}" if recipe.Gate.sequential else None
             return gate(recipe, baseline, candidate, output, history)
         except UserError as error:
+            # The common reason is another vocabulary: name the tokenizer that the data needs.
             tokenizer = (
                 f"{releases.address(live.release)}{recipe.Serving.model_name}/1/tokenizer.json"
             )
@@ -106,6 +109,7 @@ def succeed(
     Raises:
         UserError, StageError: as `challenge` and `publish_release`.
     """
+    # The comparison takes minutes, in which somebody else's release may go live.
     for comparison in range(1, MAX_COMPARISONS + 1):
         pointer = open_releases(recipe).pointer()
         result = challenge(recipe, evaluation, verdict, data, cloze, pointer)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -115,11 +114,25 @@ def deploy(
     _claim(output, exported, model, data)
     checkpoint = load_checkpoint(model)
     tolerance = _verified_tolerance(exported, model, checkpoint, recipe.Serving.runtime)
+
+    # Prompts are cut so that `new_tokens` more fit into the context.
     new_tokens, room = shares(recipe.Export, checkpoint.model.config.n_positions)
-    prompts = [_fit(checkpoint, prompt, room) for prompt in _prompts(data)]
+    room -= len(bos_ids(checkpoint.tokenizer))
+    prompts = []
+    for prompt in _prompts(data):
+        offsets = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).offsets
+        prompts.append(prompt if len(offsets) <= room else prompt[: offsets[room][0]])
+
     if recipe.Serving.runtime == "vllm":
         checkpoint = replace(checkpoint, model=with_float_inputs(checkpoint.model))
-        tolerance = max(tolerance, _ties(checkpoint, prompts))
+        # An engine of other kernels, and on a GPU of narrower floats, may prefer either of two
+        # tokens whose logits are this close; see `lathe.export.prove.TIE`.
+        with torch.inference_mode():
+            last = [checkpoint.model(torch.tensor([_ids(checkpoint, p)]))[0, -1] for p in prompts]
+        tie = TIE * statistics.mean(float(logits.std()) for logits in last)
+        tolerance = max(tolerance, tie)
+
+    # What is missing on this machine is said before a repository is written.
     find_environment()
     if keep_running and serve_state.find() is None:
         free_ports(recipe.Serving, with_gateway=True)
@@ -146,6 +159,8 @@ def _rehearsed(
         # onnxruntime computes each row as it does alone; other runtimes may add in another order.
         max_gap = -math.inf if recipe.Serving.runtime == REFERENCE_RUNTIME else tolerance
         _check_ways(checkpoint, prompts, answers, ways, max_gap)
+
+        # Over gRPC, against the checkpoint in torch.
         expected = [greedy_tokens(checkpoint, prompt, new_tokens) for prompt in prompts]
         divergences = [
             find_divergence(checkpoint, prompt, mine, answer.tokens)
@@ -164,6 +179,9 @@ def _rehearsed(
             tokens_per_second_together=sum(map(len, ways[TOGETHER])) / together_seconds,
         )
         _check(prompts, divergences, tolerance)
+
+        # The report is written only now: a folder without one has not passed. Its samples become
+        # the golden prompts of a release.
         samples = [
             {
                 "prompt": prompt,
@@ -174,12 +192,19 @@ def _rehearsed(
             }
             for prompt, answer, divergence in zip(prompts, answers, divergences, strict=True)
         ]
-        _write_report(result, recipe.Serving, new_tokens, samples)
+        report = {
+            **{k: v for k, v in asdict(result).items() if not isinstance(v, Path)},
+            "serving": recipe.Serving.model_dump(),
+            "max_tokens": new_tokens,
+            "samples": samples,
+        }
+        with atomic_file(output / REPORT) as work:
+            work.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if keep_running:
             server.detach()
             log.info('try it: lathe client "%s"; stop it: make stop', prompts[0])
     if not keep_running:
-        remove_bytecode(repository)
+        remove_bytecode(repository)  # which the server's Python has written
     return result
 
 
@@ -232,6 +257,7 @@ def find_divergence(
         return None
     eos = -1 if checkpoint.eos_id is None else checkpoint.eos_id
     pairs = zip([*expected, eos], [*served, eos], strict=False)
+    # They differ, so a pair does, at the latest where one has ended.
     position, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     ids = [*_ids(checkpoint, prompt), *expected[:position]]
     logits = checkpoint.model(torch.tensor([ids]))[0, -1]  # (V,)
@@ -246,6 +272,7 @@ def clear_choices(
     above `tolerance`, so that rounding cannot change them."""
     prefix = _ids(checkpoint, prompt)
     logits = checkpoint.model(torch.tensor([[*prefix, *tokens]]))[0, len(prefix) - 1 : -1]  # (n, V)
+    # The margin to the second-best token is how much rounding it would take.
     best = logits.topk(2)
     gaps = best.values[:, 0] - best.values[:, 1]
     is_clear = (best.indices[:, 0] == torch.tensor(tokens)) & (gaps > tolerance)
@@ -261,6 +288,7 @@ def _claim(output: Path, *inputs: Source) -> None:
     require_apart(output, *inputs)
     claim_output_folder(output / REPOSITORY, REPOSITORY_KIND)
     claim_output_file(output / REPORT, DEPLOYMENT)
+    # What an earlier rehearsal may have left; anything else is not ours to mix with.
     owned = {output: {REPOSITORY, REPORT, SERVER}, output / SERVER: STATE_FILES}
     scratch = scratch_prefix(output / REPOSITORY, inside=False)
     for folder, names in owned.items():
@@ -276,6 +304,7 @@ def _start(
 ) -> TritonServer:
     if not keep_running:
         return start(repository, serving.model_copy(update=ANY_PORTS), output / SERVER)
+    # The recipe's ports are those of the server that it replaces.
     if serve_state.stop():
         log.info("stopped the server that was running")
     return start(repository, serving, with_gateway=True)
@@ -357,14 +386,6 @@ def _verified_tolerance(exported: Path, model: Path, checkpoint: Checkpoint, run
     return proven if runtime == REFERENCE_RUNTIME else max(proven, metadata.proof.mean_limit)
 
 
-@torch.inference_mode()
-def _ties(checkpoint: Checkpoint, prompts: Sequence[str]) -> float:
-    """The distance of two logits within which an engine of other kernels, and on a GPU of narrower
-    floats, may prefer either token; see `lathe.export.prove.TIE`."""
-    logits = [checkpoint.model(torch.tensor([_ids(checkpoint, p)]))[0, -1] for p in prompts]
-    return TIE * statistics.mean(float(row.std()) for row in logits)
-
-
 def _prompts(data: Path | None) -> list[str]:
     """Beginnings of held-out lines, evenly spread, cut at word boundaries."""
     if data is None:
@@ -374,31 +395,8 @@ def _prompts(data: Path | None) -> list[str]:
     if not path.exists():
         raise UserError(f"{path}: no such file", hint, Code.NOT_FOUND)
     lines = [line.strip() for line in read_text(path, hint).splitlines()]
+    # Headings and other short lines are poor prompts.
     lines = [line for line in lines if len(line) >= PROMPT_CHARACTERS // 2]
     chosen = lines[:: max(1, len(lines) // N_PROMPTS)][:N_PROMPTS]
     cut = [line[:PROMPT_CHARACTERS].rsplit(" ", 1)[0] for line in chosen]
     return cut or list(OPENINGS)
-
-
-def _fit(checkpoint: Checkpoint, prompt: str, n_tokens: int) -> str:
-    """The prompt, truncated so that `n_tokens` more fit into the context."""
-    offsets = checkpoint.tokenizer.encode(prompt, add_special_tokens=False).offsets
-    room = n_tokens - len(bos_ids(checkpoint.tokenizer))
-    return prompt if len(offsets) <= room else prompt[: offsets[room][0]]
-
-
-def _write_report(
-    result: DeployResult,
-    serving: ServingSettings,
-    max_tokens: int,
-    samples: Sequence[Mapping[str, Any]],
-) -> None:
-    values = {k: v for k, v in asdict(result).items() if not isinstance(v, Path)}
-    report = {
-        **values,
-        "serving": serving.model_dump(),
-        "max_tokens": max_tokens,
-        "samples": samples,
-    }
-    with atomic_file(result.folder / REPORT) as work:
-        work.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -63,6 +63,7 @@ def ask_http(state: ServerState, prompt: str, stream: bool, **parameters: Parame
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
+    # Never through a proxy of the environment: the server is on this machine.
     with LOOPBACK.open(request, timeout=HTTP_TIMEOUT_SECONDS) as reply:
         lines = [line for line in reply.read().decode().split("\n") if line]
     answers = [json.loads(line.removeprefix("data: ")) for line in lines]

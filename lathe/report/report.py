@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import yaml
+from matplotlib.axes import Axes
 
 from lathe.compress.plan import Expectation, expected
 from lathe.compress.sensitivity.page import Achieved, section
@@ -17,10 +18,9 @@ from lathe.evaluate.comparison import AGAIN, Accuracy
 from lathe.evaluate.evaluation_folder import measured, read_evaluation, read_metrics
 from lathe.evaluate.gate import GateResult, gate
 from lathe.evaluate.latency import measure
-from lathe.evaluate.samples import Sample
+from lathe.evaluate.measure_model import Sample
 from lathe.model.folder import checkpoint_digest
-from lathe.report.certificate import read_certificate
-from lathe.report.figures import ComparedFigure, comparison
+from lathe.report.results import usage_columns
 from lathe.report.summary import (
     Candidate,
     Row,
@@ -28,8 +28,7 @@ from lathe.report.summary import (
     columns,
     summarize,
 )
-from lathe.report.training import HINT, curve
-from lathe.report.usage import shown
+from lathe.report.training import HINT, curve, read_certificate
 from lathe.train.result import read_answers
 from lathe_base.artifacts.kinds import (
     EVALUATION,
@@ -45,6 +44,7 @@ from lathe_base.artifacts.metadata import DeploymentMetadata
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import UserError
 from lathe_base.pages.html import Picture, picture, render
+from lathe_base.pages.style import Theme, draw
 from lathe_base.provenance import bundle
 from lathe_base.provenance.chain import SHORT, Step, recorded_chain, verify_chain
 from lathe_base.provenance.keys import public_path, signing_key, trusted_keys
@@ -84,12 +84,14 @@ def report_run(
     folders = [f for c in candidates for f in (c.model, c.evaluation, c.exported)]
     claim_output_file(output, PAGE, *folders, sensitivity, deployed, certificate)
     for candidate in candidates:
+        # It raises if a file has changed since its stage wrote it.
         assert candidate.checkpoint.verified
         if candidate.exported:
             open_export(candidate.exported)
     exported = {c.name: c.exported for c in candidates if c.exported}
     latency = measure(exported) if exported else None
     first, last = candidates[0].evaluation, candidates[-1].evaluation
+    # The verdict is on the last model, beside the first: those between are steps on the way.
     verdict = gate(recipe, first, last) if first and last and len(candidates) > 1 else None
     return report(
         output, candidates, sensitivity, deployed, latency, verdict, certificate, usage=usage
@@ -135,7 +137,7 @@ def report(
         rows=list(zip(rows, cells(rows), strict=True)),
         comparisons=_comparisons(rows) if len(rows) > 1 else [],
         curves=[c for i, x in enumerate(candidates) if (c := curve(x.name, x.model, i))],
-        finetuned=[(c.name, found) for c in candidates if (found := read_answers(c.model))],
+        finetuned=[(c.name, texts) for c in candidates if (texts := read_answers(c.model))],
         sensitivity=ranked,
         expectations=_expectations(candidates, rows),
         samples=_samples(candidates),
@@ -156,11 +158,31 @@ def report(
         ),
         certificate=read_certificate(certificate) if certificate else None,
         steps=[*(usage or {}), "all"],
-        usage=dict(shown(usage)) if usage else {},
+        usage=dict(usage_columns(usage)) if usage else {},
     )
     with atomic_file(output) as work:
         work.write_text(page, encoding="utf-8")
     return rows
+
+
+@dataclass(frozen=True)
+class ComparedFigure:
+    """One quantity for every candidate.
+
+    Attributes:
+        values: one per candidate; None if it was not measured.
+        intervals: (low, high) of each value.
+        labels: text next to each value.
+        from_zero: bars from zero (a size) instead of points on a zoomed axis (a score).
+    """
+
+    title: str
+    unit: str
+    names: Sequence[str]
+    values: Sequence[float | None]
+    labels: Sequence[str]
+    intervals: Sequence[tuple[float, float] | None] | None = None
+    from_zero: bool = True
 
 
 def _comparisons(rows: Sequence[Row]) -> list[Picture]:
@@ -169,6 +191,8 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
         if column.panel is None:
             continue
         title, unit, factor = column.panel.title, column.panel.axis, column.panel.factor
+        # Scores have intervals, and are points on a zoomed axis; sizes and times are bars from
+        # zero.
         values = [column.of(row) for row in rows]
         interval = column.interval
         measure = ComparedFigure(
@@ -188,8 +212,49 @@ def _comparisons(rows: Sequence[Row]) -> list[Picture]:
             from_zero=interval is None,
         )
         alt = f"{title}: " + ", ".join(f"{row.name} {column.cell(row, rows[0])}" for row in rows)
-        pictures.append(picture(title, alt, partial(comparison, measure)))
+        pictures.append(picture(title, alt, partial(comparison_chart, measure)))
     return pictures
+
+
+def comparison_chart(measure: ComparedFigure, theme: Theme) -> str:
+    """One quantity with one row per candidate: bars, or points with a 95 % interval."""
+    rows = [i for i, value in enumerate(measure.values) if value is not None]
+    values = np.array([measure.values[i] for i in rows], dtype=float)
+    known = measure.intervals or [None] * len(measure.values)
+    ends = np.array([known[i] or (measure.values[i], measure.values[i]) for i in rows], dtype=float)
+
+    def paint(axes: Axes, theme: Theme) -> None:
+        for row, i in enumerate(rows):
+            color = theme.color(i)
+            if measure.from_zero:
+                axes.barh(row, values[row], 0.56, color=color)
+            else:
+                axes.errorbar(
+                    values[row], row, fmt="o", color=color,
+                    xerr=np.abs(ends[row] - values[row])[:, None] if known[i] else None,
+                    markersize=8, elinewidth=2.2, capsize=4, capthick=2.2,
+                )  # fmt: skip
+        for row, i in enumerate(rows):
+            axes.annotate(
+                measure.labels[i], (ends[row, 1], row), xytext=(7, 0),
+                textcoords="offset points", va="center",
+            )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [measure.names[i] for i in rows])
+        axes.tick_params(axis="y", labelcolor=theme.ink)
+        axes.set_ylim(len(rows) - 0.45, -0.55)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(measure.unit)
+        low, high = ends.min(), ends.max()
+        # Room on the right for the labels; points may lie close together, so their axis is at least
+        # as wide as 2 % of the value.
+        span = high if measure.from_zero else max(high - low, 0.02 * abs(high), 0.5)
+        start = 0.0 if measure.from_zero else low - 0.15 * span
+        axes.set_xlim(start, high + (0.5 if measure.from_zero else 0.6) * span)
+        axes.locator_params(axis="x", nbins=6)
+        if measure.unit.startswith("%"):
+            axes.set_xticks([tick for tick in axes.get_xticks() if start <= tick <= 100])
+
+    return draw(0.75 + 0.42 * len(rows), theme, paint)
 
 
 def _expectations(
@@ -197,13 +262,14 @@ def _expectations(
 ) -> list[tuple[str, Expectation, float]]:
     """(model, what was to be expected of it, relative increase of its perplexity) for every model
     that was quantized without training in a measured format."""
-    reference, found = rows[0].perplexity, []
+    reference, expectations = rows[0].perplexity, []
     for candidate, row in zip(candidates, rows, strict=True):
         known = expected(candidate.checkpoint.config)
+        # Expectations are of formats without training, which has a step of its own to report.
         untrained = not candidate.checkpoint.meta.get("metrics", {}).get("step")
         if known and untrained and reference and row.perplexity:
-            found.append((row.name, known, row.perplexity / reference - 1))
-    return found
+            expectations.append((row.name, known, row.perplexity / reference - 1))
+    return expectations
 
 
 def _samples(candidates: Sequence[Candidate]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -255,6 +321,8 @@ def _answers(candidates: Sequence[Candidate]) -> list[ShownTask]:
             for model, evaluation in evaluations.items()
             if name in evaluation.units and evaluation.measured[name].digest == result.digest
         }
+        # The first and the last model, which are the same if there is one only, side by side: lost
+        # answers sort first (False < True), then those gained, then those that both share.
         titles = {m.column: m.title for m in result.task.measures if isinstance(m, Accuracy)}
         first, *_, last = [*units.values(), *units.values()]
         before, after = ([[row[c] for c in titles] for row in x.rows] for x in (first, last))
@@ -263,9 +331,10 @@ def _answers(candidates: Sequence[Candidate]) -> list[ShownTask]:
         )
         examples = []
         for i in order[:N_ANSWERS]:
+            # Every model's answer to the same prompt, below each other.
             answers = []
-            for model, of_model in units.items():
-                row = of_model.rows[i]
+            for model, model_units in units.items():
+                row = model_units.rows[i]
                 right = [title for column, title in titles.items() if row[column]]
                 answers.append((model, row["answer"], ", ".join(right) or "wrong"))
             examples.append((first.rows[i]["prompt"], first.rows[i]["expected"], answers))
@@ -284,27 +353,27 @@ def _answers(candidates: Sequence[Candidate]) -> list[ShownTask]:
 
 def _proofs(candidates: Sequence[Candidate]) -> tuple[list[str], list[tuple[str, list[str]]]]:
     """Names of the exported candidates, and (figure of `export.json`, its value in each)."""
-    metadata_files = {
-        c.name: read_json(c.exported / EXPORT.metadata_file, HINT) for c in candidates if c.exported
-    }
-    proofs = [_proof(metadata) for metadata in metadata_files.values()]
+    names, proofs = [], list[dict[str, str]]()
+    for candidate in candidates:
+        if not candidate.exported:
+            continue
+        metadata = read_json(candidate.exported / EXPORT.metadata_file, HINT)
+        proof = dict(metadata.get("proof", {}))
+        fidelity = proof.pop("fidelity", None) or {}
+        shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | proof
+        named = {key.replace("_", " "): value for key, value in shown.items()}
+        named |= {label: fidelity[key] for key, label in FIDELITY.items() if key in fidelity}
+        names.append(candidate.name)
+        proofs.append(
+            {
+                key: f"{value:.3g}"
+                if isinstance(value, float)
+                else str(len(value) if isinstance(value, list) else value)
+                for key, value in named.items()
+            }
+        )
     keys = dict.fromkeys(key for proof in proofs for key in proof)
-    return list(metadata_files), [(key, [proof.get(key, "-") for proof in proofs]) for key in keys]
-
-
-def _proof(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Figures of a metadata file as text; for a list, its length."""
-    proof = dict(metadata.get("proof", {}))
-    fidelity = proof.pop("fidelity", None) or {}
-    shown = {k: metadata[k] for k in ("flavour", "opset") if k in metadata} | proof
-    named = {key.replace("_", " "): value for key, value in shown.items()}
-    named |= {label: fidelity[key] for key, label in FIDELITY.items() if key in fidelity}
-    return {
-        key: f"{value:.3g}"
-        if isinstance(value, float)
-        else str(len(value) if isinstance(value, list) else value)
-        for key, value in named.items()
-    }
+    return names, [(key, [proof.get(key, "-") for proof in proofs]) for key in keys]
 
 
 def _engines(candidates: Sequence[Candidate], sensitivity: Path | None) -> list[tuple[str, str]]:
@@ -338,6 +407,7 @@ def _digests(candidates: Sequence[Candidate]) -> list[tuple[str, str]]:
                 for name, digest in digests.items()
                 if digest and name not in ("model", "reference")
             ]
+    # Candidates are mostly evaluated on the same files, which are listed once.
     return list(dict.fromkeys(rows))
 
 
@@ -349,6 +419,8 @@ def find_achieved(
     digest = analysis_digest(sensitivity)
     by_digest = {checkpoint_digest(c.model): row for c, row in zip(candidates, rows, strict=True)}
     for candidate, row in zip(candidates, rows, strict=True):
+        # A training records the digests of its inputs: the model that it started from, and the
+        # analysis.
         run = candidate.model / "run.json"
         inputs = read_json(run, "train the model again") if run.is_file() else {}
         parent = by_digest.get(inputs.get("model", ""))
@@ -390,6 +462,8 @@ class Chain:
 def verified_chain(folder: Path) -> Chain | None:
     """The chain behind a folder, verified with the public key of the run's signing key, or else
     with the trusted keys; None without attestations."""
+    # First what the attestations say, then whether a key confirms it: a chain that is not verified
+    # is shown too, with the reason.
     step, problem = recorded_chain(folder, allows_gaps=True), None
     if step is None:
         return None
@@ -410,6 +484,7 @@ def verified_chain(folder: Path) -> Chain | None:
 
 
 def _lines(step: Step, role: str, depth: int, shown: set[int]) -> Iterator[ChainLine]:
+    # A step whose outputs several others use is shown with its own inputs once.
     statement = step.statement
     digest = list(statement.products.values())[-1][:SHORT]
     name = f"{role}: {statement.step}" if role else statement.step
@@ -421,6 +496,7 @@ def _lines(step: Step, role: str, depth: int, shown: set[int]) -> Iterator[Chain
     started, finished = map(datetime.fromisoformat, (times.started_on, times.finished_on))
     seconds = (finished - started).total_seconds()
     yield ChainLine(depth, name, digest, f"{finished:%Y-%m-%d %H:%M:%S} UTC", seconds)
+    # A material was made by a step of Lathe, or comes from outside, such as a corpus.
     for material, before in step.made_by:
         if before:
             yield from _lines(before, material.name, depth + 1, shown)

@@ -61,8 +61,8 @@ class Score:
         """Its 95 % interval. That of a share is Wilson's (1927), also for 0 and 100 %, where the
         standard error is 0."""
         if isinstance(self.measure, Accuracy) and self.n:
-            found = binomtest(round(self.n * self.value), self.n).proportion_ci(method="wilson")
-            return float(found.low), float(found.high)
+            bounds = binomtest(round(self.n * self.value), self.n).proportion_ci(method="wilson")
+            return float(bounds.low), float(bounds.high)
         reach = 1.96 * (self.stderr or 0.0)
         return self.value - reach, self.value + reach
 
@@ -103,6 +103,7 @@ class Row:
     @classmethod
     def of_figures(cls, name: str, metrics: Mapping[str, float]) -> "Row":
         """The row of a model from its figures; those without a column are omitted."""
+        # Metrics may be of a later version, with columns that this one does not know.
         names = {f.name for f in fields(cls)} - {"name", "scores"}
         values: dict[str, Any] = {key: value for key, value in metrics.items() if key in names}
         scores = {
@@ -154,6 +155,7 @@ class Column:
         if value is None:
             return Cell("-")
         stderr = self.stderr(row) if self.stderr else None
+        # Without the unit, which the figure before it has.
         error = f"± {self.show(stderr).split(' ')[0]}" if stderr is not None else ""
         ratio = ""
         if self.has_ratio and row is not first and reference:
@@ -209,44 +211,52 @@ def cells(rows: Sequence[Row]) -> list[list[Cell]]:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns with a figure in any row."""
+    # Any row may be the only one with a figure; the first that has it decides the order.
     scores = {key: score for row in rows for key, score in row.scores.items()}
-    tasks = [_score_column(key, score) for key, score in scores.items()]
+
+    def score_column(key: str, score: Score) -> Column:
+        """The column of a task's measure; the title of its chart says which direction is better."""
+        measure = score.measure
+        better = "higher" if measure.higher_is_better else "lower"
+        panel = Panel(
+            f"{score.title}, {better} is better",
+            f"{measure.axis}, with 95 % interval",
+            measure.factor,
+        )
+        return Column(
+            score.title,
+            measure.show,
+            lambda row: row.scores[key].value if key in row.scores else None,
+            lambda row: row.scores[key].stderr if key in row.scores else None,
+            lambda row: row.scores[key].interval if key in row.scores else None,
+            measure.has_ratio,
+            panel if measure.axis else None,
+        )
+
+    tasks = [score_column(key, score) for key, score in scores.items()]
     every = (*SIZES, *tasks, *TIMES)
     return [column for column in every if any(column.of(row) is not None for row in rows)]
-
-
-def _score_column(key: str, score: Score) -> Column:
-    """The column of a task's measure; the title of its chart says which direction is better."""
-    measure = score.measure
-    better = "higher" if measure.higher_is_better else "lower"
-    panel = Panel(
-        f"{score.title}, {better} is better",
-        f"{measure.axis}, with 95 % interval",
-        measure.factor,
-    )
-    return Column(
-        score.title,
-        measure.show,
-        lambda row: row.scores[key].value if key in row.scores else None,
-        lambda row: row.scores[key].stderr if key in row.scores else None,
-        lambda row: row.scores[key].interval if key in row.scores else None,
-        measure.has_ratio,
-        panel if measure.axis else None,
-    )
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
     """The table for a terminal, one column per model: `rich.print(summary_table(rows))`."""
     table = Table("", *(row.name for row in rows))
-    for of_model in table.columns[1:]:
-        of_model.justify = "right"
+    for model in table.columns[1:]:
+        model.justify = "right"
     for column, shown in zip(columns(rows), zip(*cells(rows), strict=True), strict=True):
         table.add_row(column.title, *map(str, shown))
     return table
 
 
 def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
-    scores = _scores(candidate.evaluation) if candidate.evaluation else {}
+    scores = {}
+    if evaluation := candidate.evaluation:
+        for result in measured(read_metrics(evaluation), evaluation):
+            n = int(result.figures[result.task.unit])
+            for measure, value, stderr in result.scores():
+                key = f"{result.name}.{measure.key}" if result.is_named else measure.key
+                scores[key] = Score(measure, result.label(measure), value, stderr, n)
+    # What is served counts, if there is one.
     file = candidate.exported / ONNX if candidate.exported else candidate.model / WEIGHTS
     if not file.is_file():
         raise UserError(
@@ -256,7 +266,7 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     return Row(
         name=candidate.name,
         n_params=config.n_params,
-        flops=config.flops_per_token(config.n_positions) / 3,
+        flops=config.flops_per_token(config.n_positions) / 3,  # without the backward pass
         n_bytes=file.stat().st_size,
         prefill_ms=latency.get("prefill_ms"),
         decode_ms=latency.get("decode_ms"),
@@ -264,19 +274,10 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
     )
 
 
-def _scores(evaluation: Path) -> dict[str, Score]:
-    scores = {}
-    for result in measured(read_metrics(evaluation), evaluation):
-        for measure, value, stderr in result.scores():
-            key = f"{result.name}.{measure.key}" if result.is_named else measure.key
-            n = int(result.figures[result.task.unit])
-            scores[key] = Score(measure, result.label(measure), value, stderr, n)
-    return scores
-
-
 def _scaled(value: float, units: Sequence[str]) -> str:
     """Three significant digits: 12_900_000 -> `12.9 MB`."""
     power = 0
+    # 999.5 and 99.95 round up to a fourth digit.
     while value >= 999.5 and power < len(units) - 1:
         value, power = value / 1000, power + 1
     digits = f"{value:.0f}" if power == 0 or value >= 99.95 else f"{value:#.3g}"

@@ -11,15 +11,18 @@ from lathe import backends
 from lathe.compress.feasible import require_enabled
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluation_folder import METRICS
-from lathe.evaluate.tasks.cloze import check_cloze
+from lathe.evaluate.tasks import CLOZE
 from lathe.model.folder import CheckpointFolder, open_folder
-from lathe.search.costs import write_costs
-from lathe.search.design import Design, Proposal
-from lathe.search.goal import Goal
-from lathe.search.judge import evaluate_trial, judge_candidate
-from lathe.search.prices import write_prices
+from lathe.search.design import Design, Goal, Proposal
+from lathe.search.prices import write_costs, write_prices
 from lathe.search.proposals import write_designs
-from lathe.search.result import SearchResult, Trial, conclude
+from lathe.search.result import (
+    SearchResult,
+    Trial,
+    conclude,
+    evaluate_trial,
+    judge_candidate,
+)
 from lathe.train.result import FREE, Identity, begin, claimed
 from lathe_base.artifacts.kinds import EXPORT as EXPORTED
 from lathe_base.artifacts.kinds import read_as
@@ -72,7 +75,7 @@ def compress(
             f"{dense.path}: is quantized", "start from its dense parent", Code.WRONG_KIND
         )
     if cloze:
-        check_cloze(cloze)  # before the work
+        CLOZE.check(cloze)  # before the work
     free = {group: what for group, what in FREE.items() if group not in JUDGED}
     identity: Identity = {
         "model": dense.digest,
@@ -80,8 +83,10 @@ def compress(
         "settings": digest("".join(r.model_dump_json(exclude=free) for r in recipes)),
         "cloze": sha256(cloze) if cloze else "",
     }
+    # Of the command line it starts workers; here, and in tests, the stage runs in this process.
     perform = run or (lambda verb, recipe, stage, arguments: stage())
     search = _Search(goal, *recipes, dense, data, output, cloze, perform)
+    # The folder is one search's: a resumed one must have the same model, data and settings.
     with claimed(output, identity, model, data, cloze):
         begin(output, identity)
         return search.run(trials)
@@ -109,7 +114,8 @@ class _Search:
     def run(self, trials: int) -> SearchResult:
         self.measure(self.parent.path, self.dense)
         measured = self.dense / EVALUATION
-        judge_candidate(self.base, self.goal, measured, measured)  # is the budget measured at all?
+        # The dense model against itself: raises now if the budget is not measured at all.
+        judge_candidate(self.base, self.goal, measured, measured)
         done = []
         for proposal in self.proposals(trials):
             done.append(self.attempt(proposal))
@@ -131,12 +137,14 @@ class _Search:
     def attempt(self, proposal: Proposal) -> Trial:
         """The trial of a design; an earlier search's trial is tested against this search's
         budget."""
+        # The metadata is written last, so that a trial with it is complete.
         design, dense = proposal.design, [self.dense / part for part in PARTS]
         folder = self.output / design.name
         if (folder / METADATA).is_file():
             known = read_as(
                 folder / METADATA, Trial, "delete the file: the trial is then evaluated again"
             )
+            # The budget may be another one than that of the search that trained it.
             verdict = judge_candidate(self.base, self.goal, dense[0], folder / EVALUATION)
             return replace(known, verdict=verdict, **vars(proposal))
         log.info("trial %s: heads %s, FFN widths %s", design.name, design.heads, design.channels)

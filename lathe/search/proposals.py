@@ -19,16 +19,15 @@ from lathe.model.architecture import HEAD, Units
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.folder import CheckpointFolder
-from lathe.search.costs import Costs, read_costs
-from lathe.search.design import Design, Proposal
-from lathe.search.goal import EXACT, Goal
+from lathe.search.design import EXACT, Design, Goal, Proposal
 from lathe.search.prices import (
+    Costs,
     Parts,
     Prices,
     design_parts,
-    head_parts,
     linear_parts,
     measure_design,
+    read_costs,
     read_prices,
 )
 from lathe_base.artifacts.journal import Journal
@@ -116,6 +115,7 @@ def propose(problem: "Problem", goal: Goal, trials: int, measure: Measure) -> li
     proposals: list[Proposal] = []
     scale = 1.0
     for trial in range(1 if goal.target in EXACT else trials):
+        # Times vary by a few percent: each further trial aims lower, in case the first is too slow.
         limit = goal.at_most * CLOSE**trial
         proposal, scale = _within(problem, limit, scale, measure)
         if proposal is None and not proposals:
@@ -151,6 +151,8 @@ def _within(
         price, share = problem.price(design), measure(design)
         words = "%s: predicted %.3f of the target, measured %.3f before training"
         log.info(words, design.name, price * scale, share)
+        # Close to the limit is good enough. Otherwise all prices are scaled by how far off this one
+        # was, and the program is solved again; a design that comes again is the end.
         if share <= limit:
             fitting.append(Proposal(design, price * scale, problem.cost(design)))
         if CLOSE * limit <= share <= limit:
@@ -219,43 +221,60 @@ class Problem:
             if linear is not None:
                 i = int(name.split(".")[1])
                 share = kept[linear.units][i] / full[linear.units][i]
-            cost += self.costs.of_linear(name, fmt) * share
+            # A linear of half the units has half the weights to round.
+            cost += self.costs.linear_cost(name, fmt) * share
         return cost
-
-    def solve(self, limit: float) -> Design | None:
-        """The design with the lowest cost and a price of at most `limit`; None if there is none."""
-        return self._solve(limit)
 
     def cheapest(self) -> Design:
         """The design with the lowest price."""
-        solution = self._solve(np.inf, by_price=True)
+        solution = self.solve(np.inf, by_price=True)
         assert solution is not None
         return solution
 
-    def _solve(self, limit: float, by_price: bool = False) -> Design | None:
+    def solve(self, limit: float, by_price: bool = False) -> Design | None:
+        """The design with the lowest cost, or price, and a price of at most `limit`; None if there
+        is none."""
+        # A layer stays, with one width for each kind of unit, or it is gone; one stays at least.
         program = _Program()
         layers = []
         for i in range(self.config.n_layer):
-            # A layer stays, with one width for each kind of unit, or it is gone.
             layers.append(program.add(0.0, self.prices.total(Parts(layers=1))))
-            removed = program.add(self.costs.of_layer(i), 0.0)
+            removed = program.add(self.costs.heads[i][0] + self.costs.channels[i][0], 0.0)
             program.require({layers[i]: 1.0, removed: 1.0}, 1, 1)
         min_layers = 1 if self.prunes else len(layers)
         program.require(dict.fromkeys(layers, 1.0), min_layers, len(layers))
+
+        # The numbers of units that each layer may keep, by their variables; and the formats that
+        # each linear may have, by variables for every width of its layer.
         widths: dict[tuple[int, Units], dict[int, int]] = {}
         chosen: dict[str, dict[int, Format]] = {}
         for i, layer in enumerate(layers):
             for units in ("heads", "channels"):
-                widths[i, units] = self._add_widths(program, i, units, layer)
+                costs = getattr(self.costs, units)[i]
+                step = self.multiple if units == "channels" else 1
+                step *= -(
+                    -(len(costs) - 1) // (WIDTHS * step)
+                )  # rounded up: at most WIDTHS choices
+                counts = range(len(costs) - 1, 0, -step) if self.prunes else [len(costs) - 1]
+                widths[i, units] = {
+                    program.add(costs[count], self.prices.total(Parts({units: count}))): count
+                    for count in counts
+                }
+                # Exactly one width if the layer stays, and none if it is gone.
+                program.require({**dict.fromkeys(widths[i, units], 1.0), layer: -1.0}, 0, 0)
                 for linear in self.config.architecture.linears:
                     if linear.units == units:
                         name = f"{self.config.architecture.block(i)}.{linear.name}"
                         chosen[name] = self._add_linear(program, name, widths[i, units])
         chosen[HEAD] = {
-            program.add(self.costs.of_linear(HEAD, fmt), self.prices.total(head_parts(fmt))): fmt
+            program.add(
+                self.costs.linear_cost(HEAD, fmt), self.prices.total(Parts({f"head {fmt}": 1}))
+            ): fmt
             for fmt in self.formats.get(HEAD, ["float"])
         }
         program.require(dict.fromkeys(chosen[HEAD], 1.0), 1, 1)
+
+        # What every design has is paid before the choice.
         taken = program.solve(limit - self.prices.total(Parts(fixed=1)), by_price)
         if taken is None:
             return None
@@ -276,20 +295,6 @@ class Problem:
             formats,
         )
 
-    def _add_widths(self, program: "_Program", i: int, units: Units, layer: int) -> dict[int, int]:
-        """The numbers of units that a layer may keep, by their variables."""
-        costs = getattr(self.costs, units)[i]
-        step = self.multiple if units == "channels" else 1
-        step *= -(-(len(costs) - 1) // (WIDTHS * step))  # rounded up: at most WIDTHS choices
-        counts = range(len(costs) - 1, 0, -step) if self.prunes else [len(costs) - 1]
-        variables = {
-            program.add(costs[count], self.prices.total(Parts({units: count}))): count
-            for count in counts
-        }
-        # Exactly one width if the layer stays, and none if it is gone.
-        program.require({**dict.fromkeys(variables, 1.0), layer: -1.0}, 0, 0)
-        return variables
-
     def _add_linear(
         self, program: "_Program", name: str, widths: Mapping[int, int]
     ) -> dict[int, Format]:
@@ -303,11 +308,13 @@ class Problem:
             shape = linear.shape(self.config.n_embd, kept)
             options = {
                 program.add(
-                    self.costs.of_linear(name, fmt) * count / full,
+                    self.costs.linear_cost(name, fmt) * count / full,
                     self.prices.total(linear_parts(shape, fmt, self.group_size)),
                 ): fmt
                 for fmt in self.formats.get(name, ["float"])
             }
+            # Exactly one format at the width that is chosen, and none at the others: a product of
+            # two choices has a variable of its own, so that the program stays linear.
             program.require({**dict.fromkeys(options, 1.0), width: -1.0}, 0, 0)
             formats |= options
         return formats
@@ -342,6 +349,8 @@ class _Program:
         matrix = scipy.sparse.csr_array((factors, (rows, columns)), shape=shape)
         _, low, high = zip(*self.sums, strict=True)
         goal = np.array(self.prices if by_price else self.costs)
+        # Exact up to the gap, with HiGHS: a greedy choice would not see that a layer removed pays
+        # for wider ones.
         solution = scipy.optimize.milp(
             goal / np.median(np.abs(goal[goal != 0])),  # the solver's tolerances are absolute
             integrality=np.ones(len(goal)),

@@ -1,5 +1,5 @@
-"""The result of a search: its trials, the best of them, `compress.json` and its page,
-`compress.html`."""
+"""The result of a search: its trials, compared with the dense model; the best of them;
+`compress.json` and its page, `compress.html`."""
 
 import json
 import math
@@ -9,16 +9,20 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from lathe.evaluate.comparison import PAST
 from lathe.evaluate.evaluation_folder import read_metrics
-from lathe.evaluate.wording import PAST
+from lathe.evaluate.gate import gate
+from lathe.evaluate.latency import measure
 from lathe.model.architecture import HEAD
-from lathe.search.design import Design
-from lathe.search.goal import Goal
-from lathe_base.config.settings import GateSettings
-from lathe_base.errors import Code, StageError
+from lathe.model.folder import require_checkpoint
+from lathe.search.design import Budget, Design, Goal, Proposal
+from lathe_base.artifacts.kinds import PAGE as HTML
+from lathe_base.artifacts.kinds import SEARCH
+from lathe_base.config.settings import GateSettings, Recipe
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.pages.html import picture, render
 from lathe_base.pages.style import Theme, draw
-from lathe_base.storage import atomic_file
+from lathe_base.storage import atomic_file, claim_output_file
 
 RESULT = "compress.json"
 PAGE = "compress.html"
@@ -29,6 +33,9 @@ NAMES = {
     "bytes": "size of the ONNX file",
     "parameters": "parameters",
 }
+
+MEASURES: dict[Budget, str] = {"accuracy": "cloze accuracy", "perplexity": "perplexity"}
+"""The measure of each budget, as the gate names it."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +82,6 @@ class Trial:
         """The trial's value for the target, as a share of the dense model's."""
         return float(getattr(self, goal.target))
 
-    def badness(self, goal: Goal) -> tuple[float, float]:
-        """Sort key, lower is better: the budget's measure, then perplexity."""
-        perplexity = math.inf if self.perplexity is None else self.perplexity
-        wrong = 1 - (self.accuracy or 0.0) if goal.budget == "accuracy" else perplexity
-        return wrong, perplexity
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -91,6 +92,85 @@ class SearchResult:
     dense: dict[str, float | None]
     trials: tuple[Trial, ...]
     best: Trial | None
+
+
+def choose(
+    recipe: Recipe,
+    goal: Goal,
+    proposals: Sequence[Proposal],
+    dense: Sequence[Path],
+    models: Sequence[Path],
+    evaluations: Sequence[Path],
+    exports: Sequence[Path],
+    output: Path,
+) -> SearchResult:
+    """Compare models that were trained elsewhere, like the trials of a search.
+
+    Args:
+        proposals: the models' designs, in the same order.
+        dense: evaluation and export folder of the dense model.
+        output: folder for `compress.json` and `compress.html`.
+
+    Raises:
+        UserError: lists of different lengths, or a model that is not a checkpoint.
+    """
+    counts = [len(part) for part in (proposals, models, evaluations, exports)]
+    if len(set(counts)) > 1 or not proposals:
+        raise UserError(
+            f"there are {', '.join(map(str, counts))} designs, models, evaluations and exports",
+            "give the same number of each, at least one",
+            Code.MISMATCH,
+        )
+    for model in models:
+        require_checkpoint(model)
+    claim_output_file(output / RESULT, SEARCH)
+    claim_output_file(output / PAGE, HTML)
+    trials = [
+        evaluate_trial(recipe, goal, *parts, *dense)
+        for parts in zip(proposals, evaluations, exports, strict=True)
+    ]
+    return conclude(goal, recipe.Gate, dense[0], trials, output)
+
+
+def evaluate_trial(
+    recipe: Recipe,
+    goal: Goal,
+    proposal: Proposal,
+    evaluation: Path,
+    exported: Path,
+    dense_evaluation: Path,
+    dense_export: Path,
+) -> Trial:
+    """Compare a compressed model with the dense one, given their evaluations and exports."""
+    name = proposal.design.name
+    before, after = read_metrics(dense_evaluation), read_metrics(evaluation)
+    # Both in turn, since the machine may be slower today than when the dense model was measured.
+    timings = measure({"dense": dense_export, name: exported}, prompt_tokens=128)[name]
+    return Trial(
+        name=name,
+        accuracy=(after["cloze"] or {}).get("accuracy"),
+        perplexity=(after["text"] or {}).get("perplexity"),
+        latency=1 / timings["decode_speedup"],
+        prefill=1 / timings["prefill_speedup"],
+        bytes=timings["bytes_ratio"],
+        parameters=after["model"]["n_params"] / before["model"]["n_params"],
+        verdict=judge_candidate(recipe, goal, dense_evaluation, evaluation),
+        design=proposal.design,
+        predicted=proposal.predicted,
+        cost=proposal.cost,
+    )
+
+
+def judge_candidate(recipe: Recipe, goal: Goal, baseline: Path, candidate: Path) -> str:
+    """The gate's verdict on two evaluations, with the budget as the only margin.
+
+    Raises:
+        UserError: the evaluations lack the measure of the budget; see also `gate`.
+    """
+    # No margin for anything else: the last pattern that matches wins.
+    margins = {"*": None, MEASURES[goal.budget]: goal.allowed}
+    only = recipe.Gate.model_copy(update={"margins": margins})
+    return gate(recipe.model_copy(update={"Gate": only}), baseline, candidate).verdict
 
 
 def conclude(
@@ -107,7 +187,14 @@ def conclude(
     """
     enough = {"pass", "inconclusive"} if settings.on_inconclusive == "pass" else {"pass"}
     good = [trial for trial in trials if trial.meets(goal) and trial.verdict in enough]
-    best = min(good, key=lambda trial: trial.badness(goal), default=None)
+
+    def badness(trial: Trial) -> tuple[float, float]:
+        """The budget's measure, then perplexity; lower is better."""
+        perplexity = math.inf if trial.perplexity is None else trial.perplexity
+        wrong = 1 - (trial.accuracy or 0.0) if goal.budget == "accuracy" else perplexity
+        return wrong, perplexity
+
+    best = min(good, key=badness, default=None)
     before = read_metrics(dense_evaluation)
     dense = {
         "accuracy": (before["cloze"] or {}).get("accuracy"),
@@ -131,6 +218,7 @@ def require_met(result: SearchResult) -> Trial:
     if result.best is not None:
         return result.best
     goal = result.goal
+    # So that the message says how far the target is.
     nearest = min(result.trials, key=lambda trial: trial.reached(goal))
     raise StageError(
         f"no trial met {goal.target} {goal.at_most:g} within the budget; {nearest.name} has "
@@ -169,6 +257,7 @@ def pareto_page(result: SearchResult) -> str:
             axes.annotate(
                 trial.name,
                 (x, value),
+                # Names of neighbours are set at two heights.
                 xytext=(6, 4 + 9 * (i % 2)),
                 textcoords="offset points",
                 weight="bold" if is_best else "normal",

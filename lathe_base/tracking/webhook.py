@@ -31,7 +31,7 @@ class Notice:
     Attributes:
         run: its id, or the name of its folder on this machine.
         state: `succeeded`, `failed` or `cancelled`; `ended` if it is unknown.
-        verdict: the gate's, in the words of `lathe.evaluate.wording.outcome`; empty without one.
+        verdict: the gate's, in the words of `lathe.evaluate.comparison.outcome`; empty without one.
         reasons: those of the gate, or why the run failed or has no figures.
         figures: those of each model, by its name.
         table: the figures as `make run` prints them.

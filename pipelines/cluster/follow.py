@@ -19,8 +19,7 @@ import typer
 import urllib3
 from tenacity import RetryCallState, retry, stop_after_delay, wait_exponential
 
-from lathe.report.results import Results
-from lathe.report.usage import total
+from lathe.report.results import Results, usage_sentence
 from lathe_base.errors import Code, StageError, UserError, coded
 from lathe_launch.cluster.api import REJECTED_SECONDS
 from lathe_launch.cluster.reasons import OOM
@@ -345,7 +344,7 @@ def show_results(client: Client, run_id: str) -> None:
     if results.page:
         print(f"report  {results.page}\ndownload it: make report RUN={run_id}")
     if results.usage:
-        print(f"used    {total(results.usage)}")
+        print(f"used    {usage_sentence(results.usage)}")
     if missing:
         print(f"{'no report' if results.rows else 'no metrics'}: {missing}")
 

@@ -25,9 +25,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from lathe.report.results import Results, read_results, read_text
+from lathe.report.results import Results, read_results, read_text, usage_columns, usage_table
 from lathe.report.summary import columns
-from lathe.report.usage import shown, usage_table
 from lathe_base.artifacts.kinds import PAGE
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import atomic_file, claim_output_file
@@ -210,7 +209,7 @@ def runs_table(runs: list[Run]) -> Table:
     """A table with one line per run: name, state, the metrics of its last model, and what its steps
     have used; columns of usage that no run has are omitted."""
     totals = {str(i): sum(run.usage.values(), Usage()) for i, run in enumerate(runs)}
-    used = {title: cells for title, cells in shown(totals) if title != "took"}
+    used = {title: cells for title, cells in usage_columns(totals) if title != "took"}
     table = Table("run", "name", "state", "begun", "took", "gate", "model", *METRIC_COLUMNS, *used)
     for column in table.columns:
         column.no_wrap = True
@@ -271,7 +270,7 @@ def comparison_table(
     table.add_section()
     for step in dict.fromkeys(step for steps in usage for step in steps):
         used = {str(i): steps.get(step, Usage()) for i, steps in enumerate(usage)}
-        for title, cells in shown(used):
+        for title, cells in usage_columns(used):
             table.add_row(f"{step}: {title}", *cells[:-1])  # without their sum
     return table
 

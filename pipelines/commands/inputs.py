@@ -16,11 +16,10 @@ from lathe.data.rows import RowText, TextKey
 from lathe.data.run_inputs import NEWEST, resolve
 from lathe.data.sources import documents
 from lathe.data.tokenizer import load_tokenizer
-from lathe.evaluate.tasks import task_named
-from lathe.evaluate.tasks.cloze import check_cloze
+from lathe.evaluate.tasks import CLOZE, task_named
 from lathe.model.folder import require_checkpoint
 from lathe.release.release import open_releases
-from lathe.search.goal import parse_goal
+from lathe.search.design import parse_goal
 from lathe_base.checks import Check
 from lathe_base.config.fleetx import location
 from lathe_base.config.settings import PrepareSettings, Recipe
@@ -70,7 +69,7 @@ def input_checks(
     # What a run has one of, the first recipe decides.
     first = recipes["recipe"]
     yield Check("Launch.steps", lambda: check_steps(first()), after="recipe")
-    for key, function in {"model": require_checkpoint, "cloze": check_cloze}.items():
+    for key, function in {"model": require_checkpoint, "cloze": CLOZE.check}.items():
         if value := arguments.get(key):
             yield Check(f"{key} {value}", partial(check_location, key, value, function))
     yield Check(TASKS, lambda: check_tasks(first()), after="recipe")

@@ -27,11 +27,9 @@ import typer
 
 from components.plan import plan
 from lathe.data.run_inputs import look_up
-from lathe.evaluate.wording import outcome
-from lathe.report.notice import make_notice
-from lathe.report.results import read_results, rows
+from lathe.evaluate.comparison import outcome
+from lathe.report.results import make_notice, read_results, rows, usage_sentence
 from lathe.report.summary import summary_table
-from lathe.report.usage import total
 from lathe_base.checks import require
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
@@ -257,7 +255,7 @@ def show(folder: Path, pipeline: str, deployed: Path) -> None:
     if metrics := newest(folder, "report*/metrics"):
         wide_console().print(summary_table(rows(json.loads(metrics.read_text(encoding="utf-8")))))
     if usage := read_results(str(folder)).usage:
-        print(f"used       {total(usage)}")
+        print(f"used       {usage_sentence(usage)}")
     checkpoints = CHECKPOINTS if pipeline != "compress" else {"quantized": "choose/chosen"}
     for name, output in checkpoints.items():
         if path := newest(folder, output):

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import train_tokenizer
-from lathe.evaluate.open_model import TorchScorer
+from lathe.evaluate.evaluate import TorchScorer
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT

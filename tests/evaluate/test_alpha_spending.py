@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from lathe.evaluate.alpha_spending import confidence_at, spend
 from lathe.evaluate.comparison import judge
-from lathe.evaluate.gate import gate
+from lathe.evaluate.gate import confidence_at, gate, spend
 from lathe.evaluate.intervals import accuracy_difference
 from lathe_base.config.settings import GateSettings, Recipe
 from lathe_base.errors import Code

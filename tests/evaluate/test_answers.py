@@ -12,12 +12,10 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.data.chat_template import TEMPLATE
-from lathe.evaluate.answer_requests import AnswerRequest
-from lathe.evaluate.answerers import graph_answerer, torch_answerer
-from lathe.evaluate.evaluate import evaluate
+from lathe.evaluate.evaluate import evaluate, graph_answerer, onnx_scorer, torch_answerer
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate, verdict_table
-from lathe.evaluate.open_model import onnx_scorer
+from lathe.evaluate.scoring import AnswerRequest
 from lathe.evaluate.tasks import TASKS
 from lathe.evaluate.tasks.exact_match import ExactMatch
 from lathe.evaluate.tasks.json_schema import JsonSchema

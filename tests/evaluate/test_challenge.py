@@ -11,10 +11,9 @@ from lathe.data.tokenizer import train_tokenizer
 from lathe.evaluate.evaluate import evaluate
 from lathe.model.gpt import GPT
 from lathe.release import publish
-from lathe.release.acceptance import Acceptance
 from lathe.release.challenge import challenge, succeed
-from lathe.release.golden import Golden
-from lathe.release.release import Pointer, open_releases
+from lathe.release.publish import Acceptance
+from lathe.release.release import Golden, Pointer, open_releases
 from lathe_base.config.settings import GateSettings, GenerationSettings, ProductionSettings, Recipe
 from lathe_base.errors import Code
 from lathe_base.storage import read_text, write_text

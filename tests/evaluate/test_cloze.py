@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import load_tokenizer
-from lathe.evaluate.open_model import TorchScorer
-from lathe.evaluate.tasks.cloze import ClozeExample, read_cloze, score_cloze, summarize_cloze
+from lathe.evaluate.evaluate import TorchScorer
+from lathe.evaluate.tasks import CLOZE
+from lathe.evaluate.tasks.cloze import ClozeExample, read_cloze, score_cloze
 from lathe_base.errors import Code
 from tests.support.errors import raises
 
@@ -76,7 +77,7 @@ def test_long_examples_lose_their_left_end(
         assert score.truncated == max(0, len(example.context) + len(example.label) - 1 - 9)
         assert score.correct == all(hits)
         assert score.log_likelihood == pytest.approx(log_likelihood, abs=1e-4)
-    assert summarize_cloze(scores).truncated == sum(s.truncated > 0 for s in scores) > 0
+    assert CLOZE.summarize(scores, []).truncated == sum(s.truncated > 0 for s in scores) > 0
 
 
 def test_a_label_longer_than_the_model_is_refused(scorer: TorchScorer) -> None:
@@ -86,7 +87,7 @@ def test_a_label_longer_than_the_model_is_refused(scorer: TorchScorer) -> None:
 
 def test_summary_is_the_plain_arithmetic(scorer: TorchScorer, examples: list[ClozeExample]) -> None:
     scores = score_cloze(scorer, examples, max_length=32, token_budget=100)
-    result = summarize_cloze(scores)
+    result = CLOZE.summarize(scores, [])
     correct = np.array([s.correct for s in scores], dtype=float)
     log_likelihoods = np.array([s.log_likelihood for s in scores])
     assert result.examples == 48

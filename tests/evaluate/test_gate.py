@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lathe.cli import app
 from lathe.evaluate.comparison import Units, judge
 from lathe.evaluate.gate import SEVERITY, gate, verdict_table
-from lathe.evaluate.intervals import accuracy_difference, of_units
+from lathe.evaluate.intervals import accuracy_difference, unit_totals
 from lathe.evaluate.tasks import TASKS
 from lathe_base.config.settings import GateSettings, Recipe
 from lathe_base.errors import Code
@@ -393,10 +393,10 @@ def test_the_detectable_change_is_seen_in_four_of_five_cases() -> None:
     n, spread, trials = 400, 0.3, 4000
     tokens = np.ones(n)
     noise = random.normal(0, spread, n)
-    detectable = of_units(noise, tokens).interval(0.95).detectable(0.95)
+    detectable = unit_totals(noise, tokens).interval(0.95).detectable(0.95)
     detectable *= spread / noise.std()
     seen = [
-        of_units(random.normal(detectable, spread, n), tokens).interval(0.95).low > 0
+        unit_totals(random.normal(detectable, spread, n), tokens).interval(0.95).low > 0
         for _ in range(trials)
     ]
     assert np.mean(seen) == pytest.approx(0.8, abs=0.03)

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from lathe.evaluate.instructions import (
+from lathe.evaluate.tasks.instructions import (
     INSTRUCTIONS,
+    Instructions,
     is_followed,
     is_followed_loosely,
     parse_instruction,
 )
-from lathe.evaluate.tasks.instructions import Instructions
 
 LESS, AT_LEAST = {"relation": "less than"}, {"relation": "at least"}
 ENGLISH = "the keeper of the light climbed the stairs every night and counted all of the steps"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import bootstrap, norm
 
-from lathe.evaluate.intervals import Interval, accuracy_difference, mcnemar, of_units
+from lathe.evaluate.intervals import Interval, accuracy_difference, mcnemar, unit_totals
 
 Counts = tuple[int, int, int]  # lost, gained, n
 
@@ -95,7 +95,7 @@ def test_the_interval_of_accuracy_covers_as_often_as_it_says() -> None:
 def loss_difference(
     first: np.ndarray, second: np.ndarray, tokens: np.ndarray, confidence: float
 ) -> Interval:
-    return of_units(second - first, tokens).interval(confidence)
+    return unit_totals(second - first, tokens).interval(confidence)
 
 
 def paired_block_losses(rng: np.random.Generator, n: int, gap: float) -> tuple[np.ndarray, ...]:

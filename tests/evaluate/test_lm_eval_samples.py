@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.evaluate.gate import gate
-from lathe.evaluate.intervals import accuracy_difference, mcnemar, of_clusters
+from lathe.evaluate.intervals import accuracy_difference, cluster_totals, mcnemar
 from lathe_base.config.settings import GateSettings, Recipe
 from lathe_base.errors import Code, UserError
 from tests.support.errors import raises
@@ -129,7 +129,7 @@ def test_questions_about_one_article_are_not_independent_examples(tmp_path: Path
     settings = GateSettings(max_task_accuracy_drop=0.03, cluster_by="title")
     (check,) = gate(Recipe(Gate=settings), *folders).checks
     articles = np.arange(1000) % 20
-    robust = of_clusters(OURS * 1.0 - THEIRS, np.ones(1000), articles).interval(0.95)
+    robust = cluster_totals(OURS * 1.0 - THEIRS, np.ones(1000), articles).interval(0.95)
     score = accuracy_difference(LOST, GAINED, 1000, 0.95)
     assert check.low == min(robust.low, score.low) and check.high == max(robust.high, score.high)
     assert "20 documents" in check.method and check.test == "t-test by document"

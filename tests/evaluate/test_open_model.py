@@ -8,11 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lathe.evaluate import open_model as opened
-from lathe.evaluate.answer_requests import AnswerRequest
+from lathe.evaluate import evaluate as opened
+from lathe.evaluate.evaluate import TorchScorer, onnx_scorer, open_model
 from lathe.evaluate.measure_model import EvaluatedModel
-from lathe.evaluate.open_model import TorchScorer, onnx_scorer, open_model
-from lathe.evaluate.score_requests import Targets
+from lathe.evaluate.scoring import AnswerRequest, Targets
 from lathe.evaluate.tasks.cloze import ClozeExample, score_cloze
 from lathe.evaluate.tasks.text import token_losses, windows
 from lathe.export.export import export

@@ -9,10 +9,10 @@ from scipy.stats import norm, ttest_rel
 
 from lathe.evaluate.intervals import (
     accuracy_difference,
+    cluster_totals,
     mcnemar,
-    of_clusters,
-    of_units,
     share_interval,
+    unit_totals,
 )
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
@@ -61,10 +61,10 @@ def test_a_mean_of_pairs_is_the_paired_t_test_of_scipy(
 ) -> None:
     first, second, _ = scores
     theirs, ones = ttest_rel(second, first), np.ones(len(first))
-    interval = of_units(second - first, ones).interval(0.95)
+    interval = unit_totals(second - first, ones).interval(0.95)
     expected = theirs.confidence_interval(0.95)
     assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), **EXACT)
-    assert of_units(second - first, ones).p_value() == pytest.approx(theirs.pvalue, **EXACT)
+    assert unit_totals(second - first, ones).p_value() == pytest.approx(theirs.pvalue, **EXACT)
 
 
 def test_a_mean_by_documents_is_the_cluster_robust_regression_of_statsmodels(
@@ -77,17 +77,17 @@ def test_a_mean_by_documents_is_the_cluster_robust_regression_of_statsmodels(
     fit = OLS(second - first, ones).fit(
         cov_type="cluster", cov_kwds={"groups": documents, "use_correction": True}, use_t=True
     )
-    totals = of_clusters(second - first, ones, documents)
+    totals = cluster_totals(second - first, ones, documents)
     assert 15 < totals.degrees + 1 < 40  # the effective number of documents
     as_theirs = replace(totals, degrees=39)
     interval = as_theirs.interval(0.95)
     found = (interval.estimate, interval.low, interval.high)
     assert found == pytest.approx((fit.params[0], *fit.conf_int(0.05)[0]), **EXACT)
     assert as_theirs.p_value() == pytest.approx(fit.pvalues[0], **EXACT)
-    equal = of_clusters(second - first, ones, np.arange(300) % 40)
-    assert of_clusters(first, ones, np.arange(300) // 30).degrees == pytest.approx(9)
+    equal = cluster_totals(second - first, ones, np.arange(300) % 40)
+    assert cluster_totals(first, ones, np.arange(300) // 30).degrees == pytest.approx(9)
     assert equal.degrees == pytest.approx(39, abs=1)
-    alone = of_units(second - first, ones).interval(0.95)
+    alone = unit_totals(second - first, ones).interval(0.95)
     assert interval.high - interval.low > 1.3 * (alone.high - alone.low)
 
 
@@ -101,7 +101,7 @@ def test_a_loss_per_token_is_the_weighted_cluster_robust_regression_of_statsmode
     fit = WLS((second - first) / tokens, np.ones(60), weights=tokens).fit(
         cov_type="cluster", cov_kwds={"groups": np.arange(60), "use_correction": True}, use_t=True
     )
-    interval = of_units(second - first, tokens).interval(0.99)
+    interval = unit_totals(second - first, tokens).interval(0.99)
     found = (interval.estimate, interval.low, interval.high)
     assert found == pytest.approx((fit.params[0], *fit.conf_int(0.01)[0]), **EXACT)
 

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.evaluate import reference
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_evaluation
 from lathe.evaluate.gate import gate
+from lathe.evaluate.tasks import text as reference
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.gpt import GPT
 from lathe_base.config.settings import OfflineEvalSettings, Recipe

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lathe.evaluate.evaluate import evaluate
-from lathe.evaluate.open_model import TorchScorer
+from lathe.evaluate.evaluate import TorchScorer, evaluate
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code

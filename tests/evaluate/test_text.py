@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from lathe.data.tokenizer import load_tokenizer
-from lathe.evaluate.evaluate import evaluate
-from lathe.evaluate.open_model import TorchScorer
+from lathe.evaluate.evaluate import TorchScorer, evaluate
+from lathe.evaluate.tasks import TEXT
 from lathe.evaluate.tasks.cloze import read_cloze
 from lathe.evaluate.tasks.text import (
     TokenizedText,
@@ -21,7 +21,6 @@ from lathe.evaluate.tasks.text import (
     read_text,
     rolling_windows,
     split_blocks,
-    summarize_perplexity,
     token_losses,
     windows,
 )
@@ -130,7 +129,7 @@ def test_no_overlap_is_plain_chunks(scorer: TorchScorer, reference_logits: Logit
 def test_summary_is_the_formula_of_the_reference() -> None:
     losses = np.linspace(1.0, 5.0, 400)
     text = TokenizedText(tokens=[0] * 401, words=301, detokenized=False)
-    result = summarize_perplexity(split_blocks(losses, 20), text)
+    result = TEXT.summarize(split_blocks(losses, 20), text)
     assert result.perplexity == pytest.approx(math.exp(losses.sum() / 400))
     assert result.adjusted_perplexity == pytest.approx(math.exp(3.0 * 400 / 300))
     assert result.character_perplexity is None
@@ -155,7 +154,7 @@ def test_text_without_spaces_is_adjusted_for_its_characters(
     path.write_text(content)
     text = read_text(path, tokenizer)
     losses = np.full(len(text.tokens) - 1, 0.5)
-    result = summarize_perplexity(split_blocks(losses, 20), text)
+    result = TEXT.summarize(split_blocks(losses, 20), text)
     assert result.perplexity == pytest.approx(math.exp(0.5))
     assert result.adjusted_perplexity is None and result.adjusted_perplexity_stderr is None
     characters = len(content.strip()) - 1
@@ -165,7 +164,7 @@ def test_text_without_spaces_is_adjusted_for_its_characters(
 
 def test_perplexity_is_capped_as_the_reference_caps_it(caplog: pytest.LogCaptureFixture) -> None:
     text = TokenizedText(tokens=[0] * 101, words=11, detokenized=False)
-    result = summarize_perplexity(split_blocks(np.linspace(29.0, 31.0, 100), 10), text)
+    result = TEXT.summarize(split_blocks(np.linspace(29.0, 31.0, 100), 10), text)
     assert result.perplexity == result.adjusted_perplexity == math.exp(20)
     assert math.isnan(result.perplexity_stderr) and math.isnan(result.adjusted_perplexity_stderr)
     assert "perplexity: e^30, recorded as the cap e^20 = 4.852e+08" in caplog.text
@@ -174,7 +173,7 @@ def test_perplexity_is_capped_as_the_reference_caps_it(caplog: pytest.LogCapture
 
 def test_a_perplexity_below_the_cap_has_its_error(caplog: pytest.LogCaptureFixture) -> None:
     text = TokenizedText(tokens=[0] * 101, words=101, detokenized=False)
-    result = summarize_perplexity(split_blocks(np.linspace(18.0, 21.9, 100), 10), text)
+    result = TEXT.summarize(split_blocks(np.linspace(18.0, 21.9, 100), 10), text)
     assert result.perplexity < math.exp(20) and result.perplexity_stderr > 0
     assert "cap" not in caplog.text
 
@@ -195,7 +194,7 @@ def test_an_end_token_that_the_tokenizer_appends_is_not_scored(
     )
     assert marked.encode("the").ids[-1] == ends[1][1]
     text = read_text(tmp_path / "text", marked)
-    assert text.own == plain
+    assert text.without_prefix == plain
     (example,) = read_cloze(tmp_path / "cloze.jsonl", marked)
     assert example.label == label
 

@@ -37,8 +37,8 @@ from lathe.model.gpt import GPT
 from lathe.model.integer_weights import IntegerWeight
 from lathe.model.quantization import INT8, LinearFormat, QuantizationPlan, WeightFormat
 from lathe.report.cards.bom import model_bom
-from lathe.report.cards.card import model_card
 from lathe.report.cards.evidence import read_evidence
+from lathe.report.cards.release import model_card
 from lathe_base.artifacts.kinds import open_export
 from lathe_base.artifacts.sampling import SamplingDefaults
 from lathe_base.config.settings import ExportSettings, ProductionSettings, Recipe

@@ -6,8 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lathe.plan.report import as_json, figures, memory_table, traffic_table
-from lathe.plan.trial import TrainingTrial, short_steps, tried_ranks, try_ranks, try_training
+from lathe.plan.trial import (
+    TrainingTrial,
+    as_json,
+    figures,
+    memory_table,
+    short_steps,
+    traffic_table,
+    tried_ranks,
+    try_ranks,
+    try_training,
+)
 from lathe.train.layout import Layout, configured_layout
 from lathe.train.optimizer import TiedEmbedding
 from lathe.train.passes import PipelinePasses

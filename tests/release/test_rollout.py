@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lathe.release import publish as production
-from lathe.release.acceptance import Acceptance
-from lathe.release.publish import publish_release, roll_back
+from lathe.release.publish import Acceptance, publish_release, roll_back
 from lathe.release.rehearsal import Request, greedy
 from lathe.release.release import Releases, open_releases, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe

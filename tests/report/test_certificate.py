@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.report.certificate import certificate_page, read_certificate
+from lathe.report.training import certificate_page, read_certificate
 from lathe_base.errors import Code
 from tests.support.errors import raises
 

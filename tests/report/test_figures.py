@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lathe.report.figures import ComparedFigure, _smooth, comparison, loss_curve
+from lathe.report.report import ComparedFigure, comparison_chart
+from lathe.report.training import loss_curve, smooth
 from lathe_base.pages.style import DARK, LIGHT, Theme
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,7 +47,7 @@ def test_comparison_leaves_out_what_was_not_measured(theme: Theme, from_zero: bo
         intervals=[(39.0, 41.0), None, None],
         from_zero=from_zero,
     )
-    found = words(comparison(measure, theme))
+    found = words(comparison_chart(measure, theme))
     assert {"dense", "INT8 $5^", "40.00", "41.00 (1.02x)", "per token"} <= found
     assert "pruned" not in found
 
@@ -56,7 +57,7 @@ def test_pictures_are_the_same_every_time() -> None:
     assert loss_curve(records, 0, LIGHT) == loss_curve(records, 0, LIGHT)
 
 
-def test_smoothing_keeps_lines_straight_where_its_window_is_whole() -> None:
+def testsmoothing_keeps_lines_straight_where_its_window_is_whole() -> None:
     line = np.linspace(5.0, 1.0, 200)
-    np.testing.assert_allclose(_smooth(line)[:190], line[:190])
-    assert _smooth(np.array([2.0])) == [2.0]
+    np.testing.assert_allclose(smooth(line)[:190], line[:190])
+    assert smooth(np.array([2.0])) == [2.0]

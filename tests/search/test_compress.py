@@ -7,7 +7,7 @@ import pytest
 
 from lathe.model.config import read_config
 from lathe.search.compress import compress
-from lathe.search.goal import Goal, parse_goal
+from lathe.search.design import Goal, parse_goal
 from lathe.search.result import Trial, conclude, require_met
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe

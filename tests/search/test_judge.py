@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from lathe.search.goal import parse_goal
-from lathe.search.judge import judge_candidate
+from lathe.search.design import parse_goal
+from lathe.search.result import judge_candidate
 from lathe_base.config.settings import GateSettings, Recipe
 from lathe_base.errors import Code
 from tests.support.errors import raises

@@ -19,10 +19,16 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.search.costs import Costs, estimate, write_costs
-from lathe.search.design import Design
-from lathe.search.goal import Goal
-from lathe.search.prices import Prices, build_sample, measure_prices, write_sample
+from lathe.search.design import Design, Goal
+from lathe.search.prices import (
+    Costs,
+    Prices,
+    build_sample,
+    estimate,
+    measure_prices,
+    write_costs,
+    write_sample,
+)
 from lathe.search.proposals import CLOSE, Problem, propose
 from lathe.train.batches import calibration_batches
 from lathe_base.artifacts.journal import Journal
@@ -212,7 +218,7 @@ def test_designs_may_have_dynamic_scales_where_static_ones_alone_cost_too_much(
         assert options["h.0.attn.c_attn"] == int8 and options["h.1.mlp.c_fc"] == [*int8, "float"]
     worst = max(costs.formats["static_int8"], key=costs.formats["static_int8"].__getitem__)
     assert worst == massive_reader(load_checkpoint(massive).model)
-    assert costs.of_linear(worst, "static_int8") > 2 * costs.of_linear(worst, "dynamic_int8")
+    assert costs.linear_cost(worst, "static_int8") > 2 * costs.linear_cost(worst, "dynamic_int8")
 
 
 def test_a_design_that_misses_is_corrected_before_it_is_trained() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from lathe.evaluate.open_model import served_scorer
+from lathe.evaluate.evaluate import served_scorer
 from lathe_base.errors import Code, UserError, without_secrets
 from lathe_serving import reach
 from lathe_serving.client import (

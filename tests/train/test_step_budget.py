@@ -10,7 +10,7 @@ import pytest
 from torch._ops import OpOverload
 
 from lathe.plan import rank
-from lathe.plan.job import make_job
+from lathe.plan.rank import make_job
 from lathe.plan.record import Recorder
 from lathe_base.config.recipe import load_recipe
 from tests.support.operations import VIEWS

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
-from lathe.evaluate.comparison import Accuracy, Perplexity
+from lathe.evaluate.comparison import MAX_EXPONENT, Accuracy, Perplexity
 from lathe.evaluate.intervals import mean_stderr
-from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
+from lathe.evaluate.scoring import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
@@ -100,11 +100,6 @@ def read_cloze(path: Path, tokenizer: Tokenizer) -> list[ClozeExample]:
     return [ClozeExample(*ids, name) for ids, name in zip(encoded, documents, strict=True)]
 
 
-def check_cloze(path: Path) -> None:
-    """Check every line without the model's tokenizer; raises as `read_cloze` does."""
-    read_cloze(path, Tokenizer(models.BPE()))
-
-
 def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
     """The passage before its target, the target with the white space before it, and the
     document."""
@@ -117,6 +112,7 @@ def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
         raise UserError(
             f"{where}: malformed line ({type(error).__name__}: {error})", hint, Code.MALFORMED
         ) from None
+    # JSON may escape half of a surrogate pair, which no tokenizer takes.
     require_text(text, where)
     if not text.endswith(target) or target == text:
         raise UserError(
@@ -130,6 +126,7 @@ def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
             f'{hint}; without spaces between words, give its end too, as "target"',
             Code.INVALID_VALUE,
         )
+    # The white space before the target belongs to it: GPT-2's tokens begin with their space.
     context = text[: -len(target) if target else text.rindex(" ")].rstrip()
     return context, text[len(context) :], document if isinstance(document, int | str) else None
 
@@ -137,7 +134,7 @@ def _split(line: str, where: str) -> tuple[str, str, int | str | None]:
 def score_cloze(
     scorer: Scorer, examples: Sequence[ClozeExample], max_length: int, token_budget: int
 ) -> list[ExampleScore]:
-    """Score every example, in the order given.
+    """Score every example, in order.
 
     Args:
         max_length: longest input of the model, tokens; a longer example is truncated on the left.
@@ -146,6 +143,7 @@ def score_cloze(
     Raises:
         UserError: a label alone does not fit `max_length`.
     """
+    # A context may be cut on the left, but not the word that is scored.
     for index, example in enumerate(examples):
         if len(example.label) > max_length:
             raise UserError(
@@ -170,28 +168,6 @@ def score_cloze(
         )
         for i, (example, scored) in enumerate(zip(examples, answers, strict=True))
     ]
-
-
-def summarize_cloze(scores: Sequence[ExampleScore]) -> ClozeResult:
-    """Means and standard errors over per-example scores."""
-    rows = [asdict(score) for score in scores]
-    columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
-    accuracy, accuracy_stderr = mean_stderr(columns["correct"].astype(float))
-    last, last_stderr = mean_stderr(columns["last_token_correct"].astype(float))
-    log_likelihood, log_likelihood_stderr = mean_stderr(columns["log_likelihood"])
-    perplexity = math.exp(min(-log_likelihood, 700.0))  # below the largest float
-    return ClozeResult(
-        examples=len(scores),
-        accuracy=accuracy,
-        accuracy_stderr=accuracy_stderr,
-        last_token_accuracy=last,
-        last_token_accuracy_stderr=last_stderr,
-        log_likelihood=log_likelihood,
-        log_likelihood_stderr=log_likelihood_stderr,
-        target_perplexity=perplexity,
-        target_perplexity_stderr=perplexity * log_likelihood_stderr,
-        truncated=int((columns["truncated"] > 0).sum()),
-    )
 
 
 class Cloze(Task[list[ClozeExample], ExampleScore]):
@@ -232,7 +208,8 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
         return read_cloze(path, reader.tokenizer)
 
     def check(self, path: Path) -> None:
-        check_cloze(path)
+        """Check every line without the model's tokenizer; raises as `read` does."""
+        read_cloze(path, Tokenizer(models.BPE()))  # which knows no word, but takes any text
 
     def score(
         self, scorer: Scorer, examples: list[ClozeExample], limits: ScoreLimits
@@ -246,4 +223,21 @@ class Cloze(Task[list[ClozeExample], ExampleScore]):
             yield np.array(example.context + example.label)
 
     def summarize(self, units: Sequence[ExampleScore], examples: list[ClozeExample]) -> ClozeResult:
-        return summarize_cloze(units)
+        rows = [asdict(unit) for unit in units]
+        columns = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+        accuracy, accuracy_stderr = mean_stderr(columns["correct"].astype(float))
+        last, last_stderr = mean_stderr(columns["last_token_correct"].astype(float))
+        log_likelihood, log_likelihood_stderr = mean_stderr(columns["log_likelihood"])
+        perplexity = math.exp(min(-log_likelihood, MAX_EXPONENT))
+        return ClozeResult(
+            examples=len(units),
+            accuracy=accuracy,
+            accuracy_stderr=accuracy_stderr,
+            last_token_accuracy=last,
+            last_token_accuracy_stderr=last_stderr,
+            log_likelihood=log_likelihood,
+            log_likelihood_stderr=log_likelihood_stderr,
+            target_perplexity=perplexity,
+            target_perplexity_stderr=perplexity * log_likelihood_stderr,  # the delta method
+            truncated=int((columns["truncated"] > 0).sum()),
+        )

@@ -16,6 +16,8 @@ from lathe.evaluate.comparison import Accuracy
 from lathe.evaluate.tasks.generative import Generative
 from lathe_base.errors import Code, UserError
 
+# The patterns of lm-evaluation-harness's gsm8k.yaml, down to their flaws: published figures are
+# computed with them.
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 NUMBER = re.compile(r"-?\$?[0-9][0-9.,]*")

@@ -20,10 +20,15 @@ from numpy.typing import NDArray
 
 from lathe.data.chats import conversation
 from lathe.data.tokenizer import continuation
-from lathe.evaluate.answer_requests import GENERATE_HINT, AnswerRequest, ResumableAnswers
 from lathe.evaluate.comparison import AGAIN, Accuracy
 from lathe.evaluate.intervals import mean_stderr
-from lathe.evaluate.score_requests import ScoreLimits, Scorer
+from lathe.evaluate.scoring import (
+    GENERATE_HINT,
+    AnswerRequest,
+    ResumableScorer,
+    ScoreLimits,
+    Scorer,
+)
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import lines, open_file, parse_json, require_text
@@ -56,9 +61,9 @@ class Prompt(Generic[Expected]):
     def answer(self, ids: Sequence[int]) -> tuple[str, bool]:
         """The text of an answer, up to the first stop text, and whether the limit cut it."""
         text = continuation(self.reader.tokenizer, self.request.prompt, ids)
-        stops = [place for stop in self.request.stop if (place := text.find(stop)) >= 0]
-        if stops:
-            return text[: min(stops)], False
+        ends = [end for stop in self.request.stop if (end := text.find(stop)) >= 0]
+        if ends:
+            return text[: min(ends)], False
         return text, len(ids) >= self.request.max_tokens
 
 
@@ -120,6 +125,8 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
             self._messages(row, where, False)
 
     def read(self, path: Path, reader: Reader) -> list[Prompt[Expected]]:
+        from lathe_serving.gateway.template import PromptError  # slow: jinja2
+
         prompts = []
         stop, max_tokens = tuple(reader.answers.stop), reader.answers.max_tokens
         room = reader.n_positions - max_tokens
@@ -127,7 +134,19 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
             messages, tools = self._messages(row, where, reader.answers.chat)
             if messages:
                 text = "\n".join(f"{m['role']}: {m.get('content', '')}" for m in messages)
-                ids = _chat_ids(reader, messages, tools, where)
+                try:
+                    ids = reader.chat.ids(messages, tools)
+                except PromptError as error:
+                    raise UserError(
+                        f"{where}: {error}", "correct or remove the line", Code.MALFORMED
+                    ) from None
+                except TooManyTokens:
+                    raise UserError(
+                        f"{where}: the conversation exceeds the model's context of "
+                        f"{reader.n_positions} tokens",
+                        "remove the line",
+                        Code.TOO_LONG,
+                    ) from None
                 if len(ids) > room:
                     raise UserError(
                         f"{where}: the conversation has {len(ids)} tokens, and an answer up to "
@@ -138,6 +157,8 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
             else:
                 text = self.prompt(row)
                 (ids,) = encode_prompts(reader.tokenizer, [text])
+            # What is too long loses its beginning; `tokens` are looked up in the training text, in
+            # which nobody's template is.
             document = row.get("document")
             prompts.append(
                 Prompt(
@@ -154,7 +175,7 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
 
     def _messages(self, row: Mapping[str, Any], where: str, as_chat: bool) -> tuple[Any, Any]:
         """The messages of a row and its tools; none for a prompt that is not to be one."""
-        given = row
+        chat = row
         if row.get("messages") is None:
             prompt = self.prompt(row)
             if not isinstance(prompt, str) or not prompt.strip():
@@ -166,8 +187,9 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
             require_text(prompt, where)
             if not as_chat:
                 return None, None
-            given = {"messages": [{"role": "user", "content": prompt}]}
-        messages, tools = conversation(given, where)
+            chat = {"messages": [{"role": "user", "content": prompt}]}
+        messages, tools = conversation(chat, where)
+        # As the rows of a training set do.
         if messages[-1]["role"] == "assistant":
             raise UserError(
                 f"{where}: the last message is the assistant's, so nothing is left to answer",
@@ -179,16 +201,16 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
     def score(
         self, scorer: Scorer, examples: list[Prompt[Expected]], limits: ScoreLimits
     ) -> list[Row]:
-        if not isinstance(scorer, ResumableAnswers):
+        if not isinstance(scorer, ResumableScorer):
             raise UserError(
                 f"{self.name}: this model does not generate answers",
                 GENERATE_HINT,
                 Code.UNSUPPORTED,
             )
         requests = [example.request for example in examples]
-        found, how = scorer.answers(requests, self.name)
+        answers, how = scorer.answers(requests, self.name)
         rows: list[Row] = []
-        for index, (example, ids) in enumerate(zip(examples, found, strict=True)):
+        for index, (example, ids) in enumerate(zip(examples, answers, strict=True)):
             answer, is_cut = example.answer(ids)
             rows.append(
                 {
@@ -204,9 +226,10 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
                     **self.judge(answer, example.expected),
                 }
             )
+        # The noise floor: the same questions again, next to the first answers.
         if limits.answers_twice:
-            found, how = scorer.answers(requests, f"{self.name}, noise floor", run=1)
-            for row, example, ids in zip(rows, examples, found, strict=True):
+            answers, how = scorer.answers(requests, f"{self.name}, noise floor", run=1)
+            for row, example, ids in zip(rows, examples, answers, strict=True):
                 answer, _ = example.answer(ids)
                 verdict = self.judge(answer, example.expected)
                 row |= {f"answer{AGAIN}": answer, f"how{AGAIN}": how}
@@ -224,6 +247,8 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
         for measure in self.measures:
             right = np.array([float(unit[measure.column]) for unit in units])
             figures[measure.key], figures[f"{measure.key}_stderr"] = mean_stderr(right)
+            # The noise floor is a number of answers, as the gate compares it with a number of lost
+            # ones.
             again = [unit.get(f"{measure.column}{AGAIN}") for unit in units]
             if None not in again:
                 figures[f"{measure.key}_floor"] = int((right != np.array(again, float)).sum())
@@ -231,18 +256,3 @@ class Generative(Task[list[Prompt[Expected]], Row], Generic[Expected]):
         figures["cut"] = sum(unit["cut"] for unit in units)
         figures["truncated"] = sum(unit["truncated"] > 0 for unit in units)
         return figures
-
-
-def _chat_ids(reader: Reader, messages: Any, tools: Any, where: str) -> list[int]:
-    from lathe_serving.gateway.template import PromptError
-
-    try:
-        return reader.chat.ids(messages, tools)
-    except PromptError as error:
-        raise UserError(f"{where}: {error}", "correct or remove the line", Code.MALFORMED) from None
-    except TooManyTokens:
-        raise UserError(
-            f"{where}: the conversation exceeds the model's context of {reader.n_positions} tokens",
-            "remove the line",
-            Code.TOO_LONG,
-        ) from None

@@ -48,6 +48,7 @@ class JsonSchema(Generative[ExpectedJson]):
     )
 
     def parse(self, row: Mapping[str, Any], where: str) -> ExpectedJson:
+        # Only this task needs these.
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
         from referencing import Registry

@@ -8,7 +8,7 @@ one with the largest log-likelihood per character.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from lathe.evaluate.comparison import Accuracy, Units
 from lathe.evaluate.intervals import mean_stderr
-from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
+from lathe.evaluate.scoring import ScoreLimits, Scorer, ScoreRequest, answer
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base.artifacts.kinds import checked
 from lathe_base.errors import Code, UserError
@@ -63,10 +63,27 @@ def read_questions(path: Path, tokenizer: Tokenizer) -> list[Question]:
             if line.strip():
                 where = f"{path}:{number}"
                 values = parse_json(line, f"{where}: malformed line", HINT)
-                question = _encode(*_parse(values, where), where, tokenizer)
+                prompt, choices, right = _parse(values, where)
+                # White space at the end of the prompt belongs to the choice, as in lm-eval.
+                texts = [prompt.rstrip(), *(f"{prompt} {choice}" for choice in choices)]
+                known, *whole = encode_prompts(tokenizer, texts)
+                requests = [ScoreRequest(tokens, len(tokens) - len(known)) for tokens in whole]
+                if not known or min(request.scored for request in requests) < 1:
+                    raise UserError(
+                        f"{where}: a prompt or choice without tokens of its own",
+                        HINT,
+                        Code.INVALID_VALUE,
+                    )
                 document = values.get("document")
-                known = document if isinstance(document, int | str) else None
-                questions.append(replace(question, document=known))
+                questions.append(
+                    Question(
+                        where,
+                        requests,
+                        characters=[len(choice) for choice in choices],
+                        right=right,
+                        document=document if isinstance(document, int | str) else None,
+                    )
+                )
     if not questions:
         raise UserError(f"{path}: no questions", HINT, Code.TOO_LITTLE_DATA)
     return questions
@@ -110,9 +127,11 @@ class ArcLine:
 
 def _parse(values: Any, where: str) -> tuple[str, list[str], int]:
     """Prompt, choices, and the index of the right one."""
+    # The form is recognized by its keys, so a file may mix both.
     keys = values.keys() if isinstance(values, dict) else set()
     if "endings" in keys:
         swag = checked(values, HellaSwagLine, where, HINT)
+        # The columns of HellaSwag as published are joined as lm-eval does.
         prompt, right = _without_markup(swag.prompt()), swag.label
         choices = [_without_markup(ending) for ending in swag.endings]
         if not 0 <= right < len(choices):
@@ -146,20 +165,6 @@ def _without_markup(text: str) -> str:
     """Remove WikiHow's markup in brackets, as lm-eval's `preprocess` for HellaSwag does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
-
-
-def _encode(
-    prompt: str, choices: list[str], right: int, where: str, tokenizer: Tokenizer
-) -> Question:
-    """White space at the end of the prompt belongs to the choice, as in lm-eval."""
-    texts = [prompt.rstrip(), *(f"{prompt} {choice}" for choice in choices)]
-    known, *whole = encode_prompts(tokenizer, texts)
-    requests = [ScoreRequest(tokens, len(tokens) - len(known)) for tokens in whole]
-    if not known or min(request.scored for request in requests) < 1:
-        raise UserError(
-            f"{where}: a prompt or choice without tokens of its own", HINT, Code.INVALID_VALUE
-        )
-    return Question(where, requests, [len(choice) for choice in choices], right)
 
 
 @dataclass(frozen=True)
@@ -233,6 +238,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
         self, scorer: Scorer, examples: list[Question], limits: ScoreLimits
     ) -> list[QuestionScore]:
         for question in examples:
+            # A prompt may be cut on the left, but not the choice that is scored.
             longest = max(request.scored for request in question.requests)
             if longest > limits.max_length:
                 raise UserError(
@@ -247,6 +253,7 @@ class MultipleChoice(Task[list[Question], QuestionScore]):
         for index, question in enumerate(examples):
             choices = [next(answers) for _ in question.requests]
             likelihoods = np.array([choice.log_likelihoods.sum() for choice in choices])
+            # A long choice has a small likelihood, whatever it says.
             by_character = likelihoods / question.characters
             scores.append(
                 QuestionScore(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from lathe.data.chat_template import model_template
 from lathe.evaluate.comparison import Measure
-from lathe.evaluate.score_requests import ScoreLimits, Scorer
+from lathe.evaluate.scoring import ScoreLimits, Scorer
 from lathe_base.config.settings.quality import AnswerSettings
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import require_file

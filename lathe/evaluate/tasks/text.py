@@ -5,25 +5,42 @@ tokens. After the first window, only the last `overlap` targets of each are scor
 token is scored once, and nearly all of them with a long context. A token that the tokenizer
 prepends, such as `<s>`, begins the text, but not the later windows. `Offline_Eval.windows: lm_eval`
 splits it as lm-evaluation-harness does: see `rolling_windows`.
+
+Beside a reference model, two more figures per token, averaged over blocks like the perplexity:
+top-1 agreement, and the Kullback-Leibler divergence of the model from the reference,
+sum p_reference (log p_reference - log p_model), in nats.
+
+Shapes: B rows of T tokens, n positions, V vocabulary.
 """
 
 import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import scipy  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lathe.data.tokenizer import eos_id
 from lathe.evaluate.comparison import Perplexity
 from lathe.evaluate.intervals import ratio_stderr
-from lathe.evaluate.score_requests import ScoreLimits, Scorer, ScoreRequest, answer
+from lathe.evaluate.scoring import (
+    ResumableScorer,
+    ScoreLimits,
+    Scorer,
+    ScoreRequest,
+    Scores,
+    Targets,
+    answer,
+)
 from lathe.evaluate.tasks.task import Reader, Task
 from lathe_base import inputs
+from lathe_base.artifacts.journal import Journal
 from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.text import bos_ids, encode_prompts
 
@@ -34,7 +51,8 @@ MIN_BLOCKS = 10
 MAX_WORD_CHARACTERS = 16
 """Characters between spaces, on average, from which a text is taken to have no spaces between its
 words, as Chinese, or a word on each line; English has 6, German 7."""
-UNKNOWN = (None, None)
+POSITIONS = 256
+"""Positions of which both models' (n, V) logits are in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class TokenizedText:
     characters: int = 0
 
     @property
-    def own(self) -> list[int]:
+    def without_prefix(self) -> list[int]:
         """The tokens without the prefix."""
         return self.tokens[self.begins_with_prefix :]
 
@@ -74,7 +92,7 @@ class BlockLoss:
 
     Attributes:
         agreed, divergence: number of targets with top-1 agreement with a reference, and summed nats
-            of divergence; see `lathe.evaluate.reference`.
+            of divergence; see `compare_text`.
     """
 
     start: int
@@ -181,7 +199,7 @@ def token_losses(
 def text_windows(text: TokenizedText, limits: ScoreLimits) -> list[ScoreRequest]:
     """The windows over a text, by the rule that `Offline_Eval.windows` names."""
     if limits.rolling:
-        return rolling_windows(text.own, text.prefix, limits.max_length)
+        return rolling_windows(text.without_prefix, text.prefix, limits.max_length)
     return windows(text.tokens, limits.max_length, limits.overlap)
 
 
@@ -190,6 +208,7 @@ def windows(tokens: Sequence[int], seq_len: int, overlap: int) -> list[ScoreRequ
     overlap = min(overlap, seq_len)
     stream, n = np.asarray(tokens, np.int64), len(tokens) - 1
     requests = []
+    # The last window begins at or before n - seq_len, rounded up to the stride, and may be short.
     for start in range(0, max(n - seq_len, 0) + overlap, overlap):
         window = stream[start : start + seq_len + 1]
         known = seq_len - overlap if start else 0
@@ -222,36 +241,6 @@ def split_blocks(losses: NDArray[np.float64], size: int) -> list[BlockLoss]:
         BlockLoss(start, len(part), float(part.sum()))
         for start, part in zip(starts.tolist(), parts, strict=True)
     ]
-
-
-def summarize_perplexity(blocks: Sequence[BlockLoss], text: TokenizedText) -> PerplexityResult:
-    """Perplexities and standard errors of a text from the losses of its blocks."""
-    sums = np.array([block.loss for block in blocks])
-    counts = np.array([block.tokens for block in blocks], dtype=float)
-    n = counts.sum()
-    stderr = ratio_stderr(sums, counts)
-    loss = float(sums.sum() / n)
-    # As the reference, which counts no word for the first token, unless that is scored.
-    units = (text.words if text.has_words else text.characters) - (n < len(text.own))
-    per_unit = float(n / units)
-    perplexity, perplexity_stderr = _perplexity("perplexity", loss, stderr)
-    name = "adjusted perplexity" if text.has_words else "character perplexity"
-    adjusted = _perplexity(name, loss * per_unit, stderr * per_unit)
-    of_words, of_characters = (adjusted, UNKNOWN) if text.has_words else (UNKNOWN, adjusted)
-    return PerplexityResult(
-        tokens=len(text.tokens),
-        words=text.words,
-        detokenized=text.detokenized,
-        loss=loss,
-        loss_stderr=stderr,
-        perplexity=perplexity,
-        perplexity_stderr=perplexity_stderr,
-        adjusted_perplexity=of_words[0],
-        adjusted_perplexity_stderr=of_words[1],
-        character_perplexity=of_characters[0],
-        character_perplexity_stderr=of_characters[1],
-        blocks=len(blocks),
-    )
 
 
 def _perplexity(name: str, loss: float, stderr: float) -> tuple[float, float]:
@@ -304,4 +293,135 @@ class TextPerplexity(Task[TokenizedText, BlockLoss]):
             yield np.array(examples.tokens[block.start : block.start + block.tokens + 1])
 
     def summarize(self, units: Sequence[BlockLoss], examples: TokenizedText) -> PerplexityResult:
-        return summarize_perplexity(units, examples)
+        text = examples
+        sums = np.array([block.loss for block in units])
+        counts = np.array([block.tokens for block in units], dtype=float)
+        n = counts.sum()
+        stderr = ratio_stderr(sums, counts)
+        loss = float(sums.sum() / n)
+        perplexity, perplexity_stderr = _perplexity("perplexity", loss, stderr)
+
+        # The same total loss over the words of the original text, or over its characters.
+        # As the reference, which counts no word for the first token, unless that is scored.
+        parts = (text.words if text.has_words else text.characters) - (n < len(text.without_prefix))
+        per_unit = float(n / parts)
+        name = "adjusted perplexity" if text.has_words else "character perplexity"
+        adjusted = _perplexity(name, loss * per_unit, stderr * per_unit)
+        unknown = (None, None)
+        by_word, by_character = (adjusted, unknown) if text.has_words else (unknown, adjusted)
+        return PerplexityResult(
+            tokens=len(text.tokens),
+            words=text.words,
+            detokenized=text.detokenized,
+            loss=loss,
+            loss_stderr=stderr,
+            perplexity=perplexity,
+            perplexity_stderr=perplexity_stderr,
+            adjusted_perplexity=by_word[0],
+            adjusted_perplexity_stderr=by_word[1],
+            character_perplexity=by_character[0],
+            character_perplexity_stderr=by_character[1],
+            blocks=len(units),
+        )
+
+
+@runtime_checkable
+class LogitScorer(Protocol):
+    """A scorer that also returns logits: torch, or an ONNX file."""
+
+    def logits(self, targets: Targets) -> NDArray[np.float32]:
+        """Logits (n, V) of the token after each position; see `Scorer.score`."""
+
+
+@dataclass(frozen=True)
+class DivergenceScorer:
+    """A scorer that returns, at every position, the divergence instead of the target's
+    log-likelihood, and top-1 agreement instead of whether the target is the argmax.
+    """
+
+    model: LogitScorer
+    reference: LogitScorer
+
+    def score(self, targets: Targets) -> Scores:
+        """See `Scorer.score`."""
+        max_length = int(np.bincount(targets.rows).max())
+        step = max(1, POSITIONS // max_length)  # whole rows, so that none is computed twice
+        divergences, agreed = [], []
+        for start in range(0, len(targets.tokens), step):
+            # The targets of these rows, with rows that are numbered from 0 again.
+            part = (targets.rows >= start) & (targets.rows < start + step)
+            rows = targets.tokens[start : start + step]
+            shifted = Targets(
+                rows, *(x[part] for x in (targets.rows - start, targets.columns, targets.ids))
+            )
+            ours, theirs = self.model.logits(shifted), self.reference.logits(shifted)
+            agreed.append(ours.argmax(1) == theirs.argmax(1))
+            # In float64: a divergence is a small difference of large sums.
+            log_p, log_q = (
+                scipy.special.log_softmax(x.astype(np.float64), axis=1) for x in (theirs, ours)
+            )
+            divergences.append(np.einsum("nv,nv->n", np.exp(log_p), log_p - log_q))
+        return np.concatenate(divergences), np.concatenate(agreed)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Figures of a text compared with a reference.
+
+    Attributes:
+        agreement: top-1 agreement: share of positions with the same most likely token.
+        divergence: mean nats per token.
+    """
+
+    agreement: float
+    agreement_stderr: float
+    divergence: float
+    divergence_stderr: float
+
+
+def compare_text(
+    model: object,
+    reference: object,
+    text: TokenizedText,
+    blocks: Sequence[BlockLoss],
+    limits: ScoreLimits,
+    journal: Journal,
+) -> tuple[list[BlockLoss], dict[str, Any]]:
+    """The blocks of a text with their agreement and divergence, and the figures over all of them.
+
+    Args:
+        model, reference: scorers of two models with the same vocabulary.
+        blocks: blocks of the text, with the losses of `model`.
+        journal: keeps results, so that a killed evaluation can resume.
+
+    Raises:
+        UserError: a scorer without logits: a server's, or Paddle's.
+    """
+    if not isinstance(model, LogitScorer) or not isinstance(reference, LogitScorer):
+        raise UserError(
+            "--reference requires a checkpoint that torch runs, or an export",
+            "omit --reference or --endpoint",
+            Code.CONFLICTING_OPTIONS,
+        )
+    requests = text_windows(text, limits)
+    scorer = ResumableScorer(DivergenceScorer(model, reference), journal, "divergence")
+    answers = answer(scorer, requests, limits.max_length, limits.token_budget, "reference")
+    # The windows cover the text in order, so their positions divide into blocks by number.
+    ends = np.cumsum([block.tokens for block in blocks])[:-1]
+    divergences = np.split(np.concatenate([a.log_likelihoods for a in answers]), ends)
+    agreed = np.split(np.concatenate([a.greedy for a in answers]), ends)
+    compared = [
+        replace(block, agreed=int(hits.sum()), divergence=float(nats.sum()))
+        for block, nats, hits in zip(blocks, divergences, agreed, strict=True)
+    ]
+
+    counts = np.array([block.tokens for block in blocks], np.float64)
+    total_hits = np.array([part.sum() for part in agreed], float)
+    total_nats = np.array([part.sum() for part in divergences], float)
+    agreement = Agreement(
+        agreement=float(total_hits.sum() / counts.sum()),
+        agreement_stderr=ratio_stderr(total_hits, counts),
+        divergence=float(total_nats.sum() / counts.sum()),
+        divergence_stderr=ratio_stderr(total_nats, counts),
+    )
+    return compared, asdict(agreement)

@@ -101,6 +101,8 @@ def rebuild(
         StageError: a step fails.
     """
     require_apart(output, folder)
+    # Without a key the bytes are still compared, with what an attestation says that nobody vouches
+    # for.
     chain = verify_chain(folder, keys) if keys else recorded_chain(folder)
     if chain is None:
         raise UserError(
@@ -121,17 +123,18 @@ def rebuild(
         if not step.statement.recipe and name != "blend":
             raise UserError(f"{folder}: `{name}` has no recipe", "attest it again", Code.INCOMPLETE)
     _warn_about_differences(chain.statement)
+    # What the chain refers to, where its files are still there: for the detail of a difference.
     originals = {id(before): m.path for s in order for m, before in s.made_by if before}
     originals[id(chain)] = original
     done: list[Rebuilt] = []
     attested = [m for step in order for m, _ in step.made_by if m.kind == "corpus"]
-    places = Corpora(attested, corpora)
+    located = Corpora(attested, corpora)
     with locked(output):
         _claim(output, chain)
         folders: dict[int, Path] = {}
         for number, step in enumerate(order, 1):
             folders[id(step)] = output / f"{number}-{step.statement.step}"
-            _repeat(step, folders, output, places)
+            _repeat(step, folders, output, located)
             comparison = compare(step, folders[id(step)], originals[id(step)])
             done.append(comparison)
             log.info(
@@ -140,7 +143,7 @@ def rebuild(
                 f"{', '.join(comparison.different)} differ" if comparison.different else "the same",
             )
             _write_journal(output, chain, done)
-            if comparison.different:
+            if comparison.different:  # what is made of it would differ too
                 break
     return done
 
@@ -150,17 +153,18 @@ class Corpora:
 
     Args:
         attested: the attested corpora.
-        given: new locations. A file is matched to a corpus by digest; a single file without a match
-            is used for every corpus that is missing.
+        corpora: new locations. A file is matched to a corpus by digest; a single file without a
+            match is used for every corpus that is missing.
     """
 
     def __init__(self, attested: Iterable[Resource], corpora: Sequence[str]) -> None:
+        # Folders and addresses have no digest.
         digests = {name: sha256(Path(name)) for name in corpora if Path(name).is_file()}
         self._paths_by_digest = {digest: name for name, digest in digests.items()}
         known = {_file_digest(resource) for resource in attested}
         self._others = [name for name in corpora if digests.get(name) not in known]
 
-    def place(self, corpus: Resource) -> str:
+    def location(self, corpus: Resource) -> str:
         """The path or address of a corpus.
 
         Raises:
@@ -211,7 +215,7 @@ def _in_order(chain: Step) -> Iterator[Step]:
         if id(step) in seen:
             return
         seen.add(id(step))
-        if step.statement.step != "join":
+        if step.statement.step != "join":  # whose shards `prepare` makes in one piece
             for _, before in step.made_by:
                 if before:
                     yield from visit(before)
@@ -242,10 +246,10 @@ def _claim(output: Path, chain: Step) -> None:
         _write_journal(output, chain, [])
         return
     try:
-        of = json.loads((output / JOURNAL).read_bytes())["of"]
+        identity = json.loads((output / JOURNAL).read_bytes())["of"]
     except (OSError, ValueError, KeyError, TypeError):
         raise foreign_files_error(output, names) from None
-    if of != _identity(chain):
+    if identity != _identity(chain):
         raise UserError(f"{output}: contains another rebuild", "give another --output", Code.EXISTS)
 
 
@@ -265,6 +269,9 @@ def _repeat(step: Step, folders: dict[int, Path], output: Path, corpora: Corpora
     target = folders[id(step)]
     if folder_kind(target):
         return
+
+    # The command, from the recipe and the materials of the attestation; what an earlier step of
+    # this rebuild has made again replaces the recorded path.
     verb, options = COMMANDS[step.statement.step]
     first, others = list[str](), ["--output", str(target)]
     if step.statement.recipe:
@@ -277,29 +284,26 @@ def _repeat(step: Step, folders: dict[int, Path], output: Path, corpora: Corpora
         previous = folders.get(id(before)) if before else material.path
         weight = (material.annotations or {}).get(WEIGHT)
         if material.kind == "corpus":
-            others += ["--source", corpora.place(material)]
+            others += ["--source", corpora.location(material)]
         elif option == "":
             first.append(str(previous) if weight is None else f"{previous}={weight}")
         elif option == TEACHER:
             others += ["--override", f"{TEACHER}={previous}"]
         elif option:
             others += [option, str(previous)]
+
+    # As many threads as before: sums are divided among them. The key would sign the copies.
     log.info("repeating %s", verb)
-    _run([verb, *first, *others], step.statement, output / LOG)
-
-
-def _run(arguments: list[str], statement: Statement, log_file: Path) -> None:
-    threads = statement.predicate.build_definition.internal_parameters.get("threads")
+    threads = step.statement.predicate.build_definition.internal_parameters.get("threads")
     variables = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     variables.pop(SIGNING_KEY, None)
+    log_file = output / LOG
     with log_file.open("ab") as file:
-        command = tied([sys.executable, "-m", "lathe", *arguments])
+        command = tied([sys.executable, "-m", "lathe", verb, *first, *others])
         code = subprocess.run(command, stdout=file, stderr=file, env=variables).returncode
     if code:
         last = log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
-        raise StageError(
-            f"`lathe {arguments[0]}` failed: {' '.join(last)}; see {log_file}", Code.FAILED
-        )
+        raise StageError(f"`lathe {verb}` failed: {' '.join(last)}; see {log_file}", Code.FAILED)
 
 
 def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
@@ -328,15 +332,26 @@ def compare(step: Step, made: Path, original: Path | None) -> Rebuilt:
 
 
 def _detail(different: tuple[str, ...], made: Path, original: Path | None) -> str:
+    """What differs in the most telling file: the weights or the graph, or else the first."""
     name = next((n for n in (WEIGHTS, GRAPH) if n in different), different[0])
     if original is None or not (original / name).is_file():
         return f"the original {name} is not available for comparison"
     if not (made / name).is_file():
         return f"{name} was not rebuilt"
     if name not in (WEIGHTS, GRAPH):
-        return _first_byte(name, made, original)
+        # The first byte that differs, or the length of the shorter file.
+        at = 0
+        with (original / name).open("rb") as one, (made / name).open("rb") as other:
+            while (a := one.read(CHUNK)) and a == (b := other.read(CHUNK)):
+                at += len(b)
+            b = other.read(CHUNK) if not a else b
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if first is None and len(a) == len(b):
+            return f"{original / name} itself differs from what was attested"
+        return f"{name} differs from byte {at + (min(len(a), len(b)) if first is None else first)}"
     difference = first_difference(original, made, name)
     if difference is None:
+        # The recorded file may itself have changed since.
         is_original = sha256(original / name) == sha256(made / name)
         return (
             f"{original / name} itself differs from what was attested"
@@ -349,15 +364,3 @@ def _detail(different: tuple[str, ...], made: Path, original: Path | None) -> st
         f"{difference.tensor}: {difference.elements} elements differ, by {difference.largest:.3g} "
         "at most"
     )
-
-
-def _first_byte(name: str, made: Path, original: Path) -> str:
-    at = 0
-    with (original / name).open("rb") as one, (made / name).open("rb") as other:
-        while (a := one.read(CHUNK)) and a == (b := other.read(CHUNK)):
-            at += len(b)
-        b = other.read(CHUNK) if not a else b
-    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    if first is None and len(a) == len(b):
-        return f"{original / name} itself differs from what was attested"
-    return f"{name} differs from byte {at + (min(len(a), len(b)) if first is None else first)}"

@@ -141,6 +141,7 @@ def certify_resume(
     """
     claim_output_file(output, RESUME_CERTIFICATE, data)
     TokenDataset.open(data)
+    # Drawn before anything runs, so that the seed alone decides them.
     planned = plan_kills(seed, kills, recipe.Engine.max_steps, required_shape(recipe).processes)
     with tempfile.TemporaryDirectory(prefix="lathe-certify-") as name:
         whole, resumed, done = Path(name) / "whole", Path(name) / "resumed", list[Kill]()
@@ -216,6 +217,7 @@ def plan_kills(seed: int, count: int, steps: int, ranks: int) -> list[PlannedKil
     draw = random.Random(seed)
     kinds: list[Kind] = []
     while len(kinds) < count:
+        # Every kind once before any comes again.
         kinds += draw.sample(KINDS, len(KINDS))
     at = sorted(draw.randrange(steps) for _ in range(count))
     return [
@@ -231,6 +233,7 @@ class Training:
         self.output, self.log, self.began = output, log, time.monotonic()
         self._trace_before = _stamp(output / TRACE)
         self._first: tuple[float, int] | None = None  # time and step of this attempt's first sign
+        # This process may itself be a worker; the training is not one of its group.
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         with log.open("ab") as file:
             self.process = subprocess.Popen(
@@ -259,11 +262,13 @@ class Training:
         Raises:
             StageError: it failed by itself.
         """
-        while not self._is_time(planned):
+        while not self._is_time(planned):  # polled often, since a save takes milliseconds
             if self.process.poll() is not None:
                 self.finish()
                 return None
             time.sleep(POLL_SECONDS)
+
+        # Which process is which rank is only known from the environment that the launcher has set.
         seconds = time.monotonic() - self.began
         ranks = dict[int, int]()  # process ids of the workers
         for pid in _descendants(self.process.pid):
@@ -288,16 +293,18 @@ class Training:
 
     def end(self) -> None:
         """Kill the launcher and all ranks, and wait until all have ended."""
-        left = [self.process.pid, *_descendants(self.process.pid)]
-        while left:
-            for pid in left:
+        # The list is made before the first kill: orphans are no longer descendants.
+        alive = [self.process.pid, *_descendants(self.process.pid)]
+        while alive:
+            for pid in alive:
                 _kill(pid)
-            self.process.poll()
-            left = [pid for pid in left if _is_alive(pid)]
+            self.process.poll()  # or the launcher would stay a zombie
+            alive = [pid for pid in alive if _is_alive(pid)]
 
     def _is_time(self, planned: PlannedKill) -> bool:
         if _stamp(self.output / TRACE) == self._trace_before:  # an earlier attempt's
             return False
+        # The duration of a step, for the wait within it, is measured from the first one on.
         now, step = time.monotonic(), last_step(self.output)
         self._first = self._first or (now, step)
         if step < planned.step:
@@ -316,6 +323,7 @@ def last_step(output: Path) -> int:
     """The last step that a training has logged; 0 before the first."""
     step = 0
     with suppress(OSError):
+        # The last line may be incomplete.
         for line in reversed((output / TRACE).read_bytes().splitlines()):
             with suppress(ValueError, TypeError, KeyError):
                 return int(json.loads(line)["step"])
@@ -343,6 +351,8 @@ def _is_alive(pid: int) -> bool:
 def _descendants(pid: int) -> list[int]:
     """The descendants of a process, in any order."""
     children: dict[int, list[int]] = {}
+    # In /proc/PID/stat, the name of the process is in parentheses, which it may contain itself; the
+    # state and the parent come after the last one.
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
             parent = int(path.read_text(encoding="utf-8").rpartition(")")[2].split()[1])

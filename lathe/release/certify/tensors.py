@@ -60,6 +60,7 @@ def first_difference(one: Path, other: Path, name: str = WEIGHTS) -> TensorDiffe
         if a is None or b is None or (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
             return TensorDifference(tensor, None, None)
         if a["data"] != b["data"]:
+            # In float64, which holds every value of a narrower float exactly.
             x, y = _values(a), _values(b)
             return TensorDifference(tensor, float(np.max(np.abs(x - y))), int(np.sum(x != y)))
     return None

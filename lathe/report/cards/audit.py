@@ -6,7 +6,7 @@ apply to a server set up by Lathe. Both are dated and can be extended.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from packaging.version import Version
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from rich.table import Table
 
-from lathe.report.cards.sbom import ENVIRONMENT_SBOM
+from lathe.report.cards.bom import ENVIRONMENT_SBOM
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.inputs import first_mistake, parse_json, read_text
 
@@ -40,6 +40,7 @@ class Package(BaseModel):
         """Whether it is the component's package, in any version."""
         if self.purl is None:
             return (
+                # Names of PyPI have several spellings, of which one is canonical.
                 self.ecosystem == "PyPI"
                 and component.type == "pypi"
                 and canonicalize_name(self.name) == canonicalize_name(component.name)
@@ -59,12 +60,24 @@ class Affected(BaseModel):
         if self.package is None or not self.package.covers(component):
             return False
         version = component.version or ""
-        ranges = [
-            version_range for version_range in self.ranges if version_range.get("type") != "GIT"
-        ]
-        return version in self.versions or any(
-            _in_range(version, version_range) for version_range in ranges
-        )
+        if version in self.versions:
+            return True
+        parsed = _version(version)
+        for version_range in self.ranges:
+            if version_range.get("type") == "GIT":  # ranges of commits
+                continue
+            # OSV's algorithm: the last event at or before the version says whether it is affected.
+            is_affected = False
+            for event in version_range.get("events", []):
+                if "introduced" in event and parsed >= _version(event["introduced"]):
+                    is_affected = True
+                if "fixed" in event and parsed >= _version(event["fixed"]):
+                    is_affected = False
+                if "last_affected" in event and parsed > _version(event["last_affected"]):
+                    is_affected = False
+            if is_affected:
+                return True
+        return False
 
     @property
     def fixed(self) -> str:
@@ -129,6 +142,7 @@ def read_advisories(paths: Sequence[Path]) -> list[Advisory]:
     advisories = []
     for path in (ADVISORIES, *paths):
         values = _read(path)
+        # OSV's API returns a list below `vulns`; a single advisory is an object too.
         if isinstance(values, dict):
             values = values.get("vulns", [values])
         advisories += _parsed(TypeAdapter(list[Advisory]), values, path)
@@ -156,7 +170,18 @@ def find_vulnerabilities(
     Raises:
         UserError: not a bill of materials.
     """
-    components = list(_components(sbom))
+    path = sbom / ENVIRONMENT_SBOM if sbom.is_dir() else sbom
+    hint = "write one with `lathe sbom`; a release has one if it was published with --model"
+    if not path.exists():
+        raise UserError(f"{path}: no such file", hint, Code.NOT_FOUND)
+    values = _read(path, hint)
+    if not isinstance(values, dict) or values.get("bomFormat") != "CycloneDX":
+        raise UserError(f"{path}: not a bill of materials in CycloneDX JSON", hint, Code.WRONG_KIND)
+    components = [
+        PackageURL.from_string(purl)
+        for component in values.get("components", [])
+        if (purl := component.get("purl"))
+    ]
     return [
         AuditFinding(
             component.to_string(),
@@ -184,6 +209,7 @@ def audit_table(findings: Iterable[AuditFinding]) -> Table:
         fixed = next(
             (affected.fixed for affected in one.advisory.affected if affected.fixed), "unknown"
         )
+        # Package URLs are long, and the scheme is the same for all.
         name = one.component.removeprefix("pkg:")
         table.add_row(one.advisory.id, one.score, name, fixed, one.advisory.summary, state)
     return table
@@ -210,21 +236,9 @@ def require_audited(release: Path, vex: Sequence[Path]) -> None:
 
 
 def _severity(finding: AuditFinding) -> tuple[float, str]:
+    # Without a score, it comes first: it may be the worst.
     score = finding.advisory.database_specific.get("score", 10.0)
     return -float(score), finding.advisory.id
-
-
-def _components(sbom: Path) -> Iterator[PackageURL]:
-    path = sbom / ENVIRONMENT_SBOM if sbom.is_dir() else sbom
-    hint = "write one with `lathe sbom`; a release has one if it was published with --model"
-    if not path.exists():
-        raise UserError(f"{path}: no such file", hint, Code.NOT_FOUND)
-    values = _read(path, hint)
-    if not isinstance(values, dict) or values.get("bomFormat") != "CycloneDX":
-        raise UserError(f"{path}: not a bill of materials in CycloneDX JSON", hint, Code.WRONG_KIND)
-    for component in values.get("components", []):
-        if purl := component.get("purl"):
-            yield PackageURL.from_string(purl)
 
 
 def _matches_purl(purl: str, component: PackageURL) -> bool:
@@ -238,19 +252,6 @@ def _matches_purl(purl: str, component: PackageURL) -> bool:
         component.namespace,
         component.name,
     ) and package.version in (None, component.version)
-
-
-def _in_range(version: str, version_range: dict[str, Any]) -> bool:
-    """OSV's algorithm: the last event at or before the version says whether it is affected."""
-    parsed, is_affected = _version(version), False
-    for event in version_range.get("events", []):
-        if "introduced" in event and parsed >= _version(event["introduced"]):
-            is_affected = True
-        if "fixed" in event and parsed >= _version(event["fixed"]):
-            is_affected = False
-        if "last_affected" in event and parsed > _version(event["last_affected"]):
-            is_affected = False
-    return is_affected
 
 
 def _version(text: str) -> Version:

@@ -1,27 +1,51 @@
-"""The bill of materials of a model: CycloneDX 1.6 with a model card (ML-BOM)."""
+"""Bills of materials in CycloneDX 1.6: of a model, with a model card (ML-BOM); of an environment or
+a container image, from its lock file.
 
+A lock file has the form of pip's requirements, as uv compiles it: `name==version`, the SHA-256 of
+every distribution file that may be installed, and comments that name the packages that depend on
+it.
+"""
+
+import json
+import re
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from cyclonedx.contrib.license.factories import LicenseFactory
+from cyclonedx.model import HashAlgorithm, HashType, Property
+from cyclonedx.model.bom import Bom, BomMetaData
 from cyclonedx.model.component import Component, ComponentType, Pedigree
 from cyclonedx.model.contact import OrganizationalContact
+from cyclonedx.model.license import License
+from cyclonedx.model.tool import ToolRepository
+from cyclonedx.output.json import JsonV1Dot6
+from packageurl import PackageURL
 
 from lathe.model.card import TASK, card_settings, describe_formats, measured_losses, source_name
-from lathe.report.cards.documents import (
-    licenses,
-    new_bom,
-    properties,
-    sha256_hash,
-    to_text,
-    to_values,
-)
 from lathe.report.cards.evidence import Evidence
-from lathe.report.cards.figures import Figure
+from lathe_base import __version__
 from lathe_base.artifacts.metadata import Ancestor, Corpus
 from lathe_base.config.settings import CardSettings
+from lathe_base.errors import Code, UserError
+from lathe_base.inputs import read_text
+from lathe_base.storage import sha256
+from lathe_base.storage.ownership import FileKind
 
+HINT = "give a lock file with hashes, such as images/train/requirements.lock"
+ENVIRONMENT_SBOM = "sbom.cdx.json"
+ROOT = "environment"
+
+_PINNED = re.compile(r"([A-Za-z0-9][\w.-]*)(?:\[[\w,.-]*\])?===?([^\s;\\]+)(?:\s*;[^\\]*)?\s*\\?")
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})\s*\\?")
+_WANTED = re.compile(r"#(?: via)? +(\S.*)")
+_IMAGE = re.compile(r"(?P<name>[^@\s]+?)(?P<tag>:[\w.-]+)?@sha256:(?P<digest>[0-9a-f]{64})")
 MODEL = "model"
+
+_SERIAL, _TIME = "serialNumber", "timestamp"
 
 
 def model_bom(evidence: Evidence, timestamp: datetime | None = None) -> str:
@@ -48,6 +72,7 @@ def model_bom(evidence: Evidence, timestamp: datetime | None = None) -> str:
 
 
 def _model(evidence: Evidence, card: CardSettings) -> Component:
+    # The files of the export too, if it is not itself the model.
     digests = dict(evidence.files)
     if evidence.exported is not None and not evidence.is_export_alone:
         digests |= {"model.onnx": evidence.exported.sha256}
@@ -112,6 +137,7 @@ def _pedigree(ancestors: Sequence[Ancestor]) -> Pedigree | None:
     if not ancestors:
         return None
     ancestor, *others = ancestors
+    # Ancestors are a chain: each component contains the one before it.
     component = Component(
         name=ancestor.hub or ancestor.stage or "not stated",
         version=ancestor.revision or ancestor.sha256[:12],
@@ -157,27 +183,22 @@ def _model_card(evidence: Evidence, card: CardSettings, data: list[Component]) -
     model_card: dict[str, Any] = {
         "modelParameters": {key: value for key, value in parameters.items() if value}
     }
-    if evidence.figures:
-        metrics = [_metric(figure) for figure in evidence.figures]
+
+    metrics = []
+    for figure in evidence.figures:
+        metric: dict[str, Any] = {
+            "type": figure.label,
+            "value": str(figure.value),
+            "slice": f"{figure.source}, SHA-256 {figure.sha256}",
+        }
+        if figure.interval is not None:
+            low, high = map(str, figure.interval)
+            metric["confidenceInterval"] = {"lowerBound": low, "upperBound": high}
+        metrics.append(metric)
+    if metrics:
         model_card["quantitativeAnalysis"] = {"performanceMetrics": metrics}
-    model_card["considerations"] = _considerations(evidence, card)
-    return model_card
 
-
-def _metric(figure: Figure) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "type": figure.label,
-        "value": str(figure.value),
-        "slice": f"{figure.source}, SHA-256 {figure.sha256}",
-    }
-    if figure.interval is not None:
-        low, high = map(str, figure.interval)
-        values["confidenceInterval"] = {"lowerBound": low, "upperBound": high}
-    return values
-
-
-def _considerations(evidence: Evidence, card: CardSettings) -> dict[str, Any]:
-    limits = [f"A prompt and its continuation have at most {evidence.config.n_positions:,} tokens."]
+    limits = [f"A prompt and its continuation have at most {config.n_positions:,} tokens."]
     if card.out_of_scope:
         limits.append(f"Out of scope: {card.out_of_scope}")
     if not evidence.figures:
@@ -189,4 +210,210 @@ def _considerations(evidence: Evidence, card: CardSettings) -> dict[str, Any]:
         considerations["performanceTradeoffs"] = evidence.verdict.reasons
     if card.intended_use:
         considerations["useCases"] = [card.intended_use]
-    return considerations
+    model_card["considerations"] = considerations
+    return model_card
+
+
+@dataclass
+class Pinned:
+    """A package of a lock file.
+
+    Attributes:
+        hashes: SHA-256 of each of its distribution files.
+        wanted_by: packages that depend on it, according to the comments.
+    """
+
+    name: str
+    version: str
+    hashes: list[str] = field(default_factory=list)
+    wanted_by: list[str] = field(default_factory=list)
+
+    @property
+    def component(self) -> Component:
+        """The package by its URL; its hashes are those of all its distribution files."""
+        purl = PackageURL("pypi", None, self.name, self.version)
+        return Component(
+            name=self.name,
+            version=self.version,
+            type=ComponentType.LIBRARY,
+            purl=purl,
+            bom_ref=purl.to_string(),
+            hashes=[sha256_hash(value) for value in self.hashes],
+        )
+
+
+def read_lock(path: Path) -> list[Pinned]:
+    """The packages of a lock file.
+
+    Raises:
+        UserError: no such file, a line that pins nothing, or a package without a hash.
+    """
+    pins: list[Pinned] = []
+    # Hashes and comments are on lines of their own, after the package that they belong to.
+    for number, text in enumerate(read_text(path, HINT).splitlines(), 1):
+        line = text.strip()
+        if line in ("", "# via"):
+            continue
+        if match := _PINNED.fullmatch(line):
+            pins.append(Pinned(match[1], match[2]))
+        elif (match := _HASH.fullmatch(line)) and pins:
+            pins[-1].hashes.append(match[1])
+        elif match := _WANTED.fullmatch(line):
+            if pins:
+                pins[-1].wanted_by.append(match[1])
+        elif not line.startswith("#"):
+            raise UserError(
+                f"{path}:{number}: does not pin a package: {line[:80]}", HINT, Code.MALFORMED
+            )
+    if not pins:
+        raise UserError(f"{path}: does not pin any package", HINT, Code.MALFORMED)
+    for package in pins:
+        if not package.hashes:
+            raise UserError(f"{path}: {package.name} has no --hash=sha256", HINT, Code.INCOMPLETE)
+    return pins
+
+
+def environment_sbom(
+    lock: Path,
+    name: str,
+    image: str | None = None,
+    timestamp: datetime | None = None,
+    base: str | None = None,
+) -> str:
+    """The JSON text of the bill of materials; the same lock file gives the same text.
+
+    Args:
+        name: that of the environment.
+        image: reference of the container image by digest, if it is one.
+        base: reference of its base image by tag, a separate component.
+        timestamp: time of the document; None omits it.
+
+    Raises:
+        UserError: as `read_lock`, an image without a digest, or a base without a tag.
+    """
+    packages = read_lock(lock)
+    # The document describes the image, or else the environment as an application.
+    root = _image(image) if image else Component(name=name, version=__version__)
+    root.type = ComponentType.CONTAINER if image else ComponentType.APPLICATION
+    root.bom_ref.value = ROOT
+    for entry in properties({"lock:sha256": sha256(lock)}):
+        root.properties.add(entry)
+    bom = new_bom(root, timestamp)
+    components = {package.name: package.component for package in packages}
+    for component in components.values():
+        bom.components.add(component)
+    if base:
+        bom.components.add(_base(base))
+    wants: dict[str | None, list[Component]] = {}
+    for package in packages:
+        # What is not in the file itself is a project or another list: the environment wants it.
+        for by in package.wanted_by or [ROOT]:
+            wants.setdefault(by if by in components else None, []).append(components[package.name])
+    bom.register_dependency(root, wants.get(None, []))
+    for by, component in components.items():
+        bom.register_dependency(component, wants.get(by, []))
+    return to_text(to_values(bom, timestamp))
+
+
+def _image(reference: str) -> Component:
+    match = _IMAGE.fullmatch(reference)
+    if match is None:
+        raise UserError(
+            f"{reference}: not an image reference with a digest",
+            "give NAME@sha256:DIGEST, as images/refs.json lists it after `make push`",
+            Code.INVALID_VALUE,
+        )
+    # Package URLs have no registry: the name is the last part, and the rest a qualifier.
+    image, tag = match["name"], match["tag"]
+    short = image.rpartition("/")[2]
+    qualifiers = {"repository_url": image} | ({"tag": tag[1:]} if tag else {})
+    return Component(
+        name=image,
+        version=f"sha256:{match['digest']}",
+        purl=PackageURL("oci", None, short, f"sha256:{match['digest']}", qualifiers),
+        hashes=[sha256_hash(match["digest"])],
+    )
+
+
+def _base(reference: str) -> Component:
+    image, _, tag = reference.rpartition(":")
+    host, _, path = image.partition("/")
+    namespace, _, short = path.rpartition("/")
+    if not short or "/" in tag:
+        what = f"{reference}: not an image reference with a tag"
+        raise UserError(
+            what,
+            "give HOST/NAME:TAG, such as nvcr.io/nvidia/tritonserver:26.07-py3",
+            Code.INVALID_VALUE,
+        )
+    purl = PackageURL("docker", namespace or None, short, tag, {"repository_url": host})
+    return Component(
+        name=image,
+        version=tag,
+        type=ComponentType.CONTAINER,
+        purl=purl,
+        bom_ref=purl.to_string(),
+    )
+
+
+def new_bom(component: Component, timestamp: datetime | None = None) -> Bom:
+    """An empty bill of materials of `component`, written by Lathe."""
+    tool = Component(name="lathe", version=__version__, type=ComponentType.APPLICATION)
+    metadata = BomMetaData(component=component, tools=ToolRepository(components=[tool]))
+    if timestamp is not None:
+        metadata.timestamp = timestamp
+    return Bom(metadata=metadata)
+
+
+def to_values(bom: Bom, timestamp: datetime | None = None) -> dict[str, Any]:
+    """The JSON of a bill of materials in CycloneDX 1.6, without a serial number, and with a time
+    only if given."""
+    # The library always writes a random serial number and the time.
+    values: dict[str, Any] = json.loads(JsonV1Dot6(bom).output_as_string())
+    del values[_SERIAL]
+    if timestamp is None:
+        del values["metadata"][_TIME]
+    return values
+
+
+def to_text(values: dict[str, Any]) -> str:
+    """The text of a document, whose serial number is derived from its content, so that the same
+    evidence gives the same bytes."""
+    return json.dumps({**values, _SERIAL: _serial_number(values)}, indent=2, sort_keys=True) + "\n"
+
+
+def sha256_hash(digest: str) -> HashType:
+    """The hash entry of a component for a SHA-256."""
+    return HashType(alg=HashAlgorithm.SHA_256, content=digest)
+
+
+def licenses(stated: str | None) -> list[License]:
+    """A license by its SPDX identifier or expression, or else by name; empty if not stated."""
+    return [LicenseFactory().make_from_string(stated)] if stated else []
+
+
+def properties(values: dict[str, Any]) -> list[Property]:
+    """Properties in Lathe's namespace, without those that are None."""
+    return [
+        Property(name=f"lathe:{name}", value=str(value))
+        for name, value in values.items()
+        if value is not None
+    ]
+
+
+def _serial_number(values: dict[str, Any]) -> str:
+    content = {key: value for key, value in values.items() if key != _SERIAL}
+    # As a name in RFC 9562's name space of addresses.
+    name = json.dumps(content, sort_keys=True)
+    return uuid.uuid5(uuid.NAMESPACE_URL, name).urn
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        values = json.loads(path.read_bytes())
+        return bool(values[_SERIAL] == _serial_number(values))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+BOM = FileKind("a bill of materials", _is_ours)

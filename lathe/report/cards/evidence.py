@@ -1,14 +1,19 @@
-"""Collects the facts about a model from the folders of its stages."""
+"""Collects the facts about a model from the folders of its stages, with the figures of its
+evaluation and their confidence intervals."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
+
+from scipy.stats import binomtest  # type: ignore[import-untyped]
 
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate import comparison
-from lathe.evaluate.evaluation_folder import read_metrics
-from lathe.evaluate.wording import outcome
+from lathe.evaluate.comparison import Accuracy, Measure, outcome
+from lathe.evaluate.evaluation_folder import measured, read_metrics
 from lathe.model.card import model_name
 from lathe.model.config import GPTConfig, read_config
 from lathe.model.folder import (
@@ -19,11 +24,54 @@ from lathe.model.folder import (
     require_checkpoint,
     training_data,
 )
-from lathe.report.cards.figures import Figure, read_figures
 from lathe_base.artifacts.kinds import EXPORT, open_export, read_as
 from lathe_base.artifacts.metadata import ExportMetadata, Origin
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import sha256
+
+CONFIDENCE = 0.95
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of an evaluation.
+
+    Attributes:
+        label: its name in tables.
+        interval: the interval at `CONFIDENCE`; None if the standard error is unknown.
+        n: number of units; `unit` names them.
+        source, sha256: the evaluated file.
+    """
+
+    label: str
+    measure: Measure
+    value: float
+    stderr: float | None
+    interval: Interval | None
+    n: int
+    unit: str
+    source: str
+    sha256: str
+
+    @property
+    def kind(self) -> str:
+        """`accuracy` or `perplexity`, the names of Hugging Face's metrics."""
+        return "accuracy" if isinstance(self.measure, Accuracy) else "perplexity"
+
+    @property
+    def shown(self) -> str:
+        """The figure as text for a table."""
+        return self.measure.show(self.value)
+
+    @property
+    def shown_interval(self) -> str:
+        """The interval as text for a table."""
+        if self.interval is None:
+            return "not known"
+        low, high = (self.measure.show(end) for end in self.interval)
+        return f"{low} to {high}"
 
 
 @dataclass(frozen=True)
@@ -107,6 +155,7 @@ def read_evidence(
         evidence = _export_evidence(model)
     else:
         evidence = _checkpoint_evidence(model, exported, data)
+    # The checkpoint may have been evaluated, or its graph: an evaluation names either.
     known = {evidence.digest} | ({evidence.exported.sha256} if evidence.exported else set())
     figures: tuple[Figure, ...] = ()
     if evaluation is not None:
@@ -118,6 +167,7 @@ def read_evidence(
         judged = read_as(verdict, Verdict, "give the JSON file of `lathe gate`")
         _require_known_model(model, verdict, judged.candidate.get("digests", {}), known)
     recipe = evidence.meta.get("recipe", {})
+    # What is said now comes before what the recipe of the training said.
     card = {**recipe.get("Card", {}), **(stated or {})}
     meta = {**evidence.meta, "recipe": {**recipe, "Card": card}}
     return replace(evidence, meta=meta, figures=figures, verdict=judged)
@@ -141,13 +191,13 @@ def _export_evidence(folder: Path) -> Evidence:
 def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) -> Evidence:
     opened = require_checkpoint(model)
     folder, meta, digest = opened.path, opened.meta, opened.digest
-    hub = hub_name(folder)
     if meta:
         name, files = model_name(meta), {**meta["files"], MARKER: digest}
-    else:
+    else:  # a Hugging Face model, without a list of its files
+        hub = hub_name(folder)
         name = hub[0] if hub else folder.resolve().name
-        there = [folder / name for name in ("config.json", WEIGHTS, "tokenizer.json")]
-        files = {path.name: sha256(path) for path in there if path.is_file()}
+        paths = [folder / name for name in ("config.json", WEIGHTS, "tokenizer.json")]
+        files = {path.name: sha256(path) for path in paths if path.is_file()}
     metadata = open_export(exported) if exported is not None else None
     if metadata is not None and metadata.source != digest:
         raise UserError(
@@ -155,29 +205,25 @@ def _checkpoint_evidence(model: Path, exported: Path | None, data: Path | None) 
             "give the checkpoint that it came from",
             Code.MISMATCH,
         )
+    origin = read_origin(meta, folder)
+    if data is not None:
+        trained_on = training_data(TokenDataset.open(data))
+        if origin.data is not None and origin.data.sha256 != trained_on.sha256:
+            raise UserError(
+                f"{folder} was trained on a data set other than {data}",
+                f"omit --data: {MARKER} records the training data",
+                Code.MISMATCH,
+            )
+        origin = origin.model_copy(update={"data": trained_on})
     return Evidence(
         name=name,
         digest=digest,
         files=files,
         config=opened.config,
         meta=meta,
-        origin=_origin(meta, folder, data),
+        origin=origin,
         exported=metadata,
     )
-
-
-def _origin(meta: dict[str, Any], folder: Path, data: Path | None) -> Origin:
-    origin = read_origin(meta, folder)
-    if data is None:
-        return origin
-    given = training_data(TokenDataset.open(data))
-    if origin.data is not None and origin.data.sha256 != given.sha256:
-        raise UserError(
-            f"{folder} was trained on a data set other than {data}",
-            f"omit --data: {MARKER} records the training data",
-            Code.MISMATCH,
-        )
-    return origin.model_copy(update={"data": given})
 
 
 def _require_known_model(
@@ -189,3 +235,47 @@ def _require_known_model(
             "give the evaluation and verdict of this checkpoint or of its --export",
             Code.MISMATCH,
         )
+
+
+def read_figures(metrics: Mapping[str, Any], folder: Path) -> Iterator[Figure]:
+    """Every measure in `metrics.json`, as a figure.
+
+    Args:
+        folder: the evaluation folder, for messages.
+
+    Raises:
+        UserError: an unknown task, or one without its figures.
+    """
+    for result in measured(metrics, folder):
+        entry = metrics["tasks"].get(result.name, {})
+        n = int(result.figures[result.task.unit])
+        for measure, value, stderr in result.scores():
+            yield Figure(
+                label=result.label(measure),
+                measure=measure,
+                value=value,
+                stderr=stderr,
+                interval=interval(measure, value, stderr, n),
+                n=n,
+                unit=result.task.unit,
+                source=entry.get("source") or metrics["sources"].get(result.name) or result.name,
+                sha256=result.digest or "",
+            )
+
+
+def interval(measure: Measure, value: float, stderr: float | None, n: int) -> Interval | None:
+    """The confidence interval of a figure: for an accuracy Wilson's score interval (Wilson 1927),
+    for a perplexity the normal interval of its logarithm, whose standard error is `stderr / value`.
+
+    Args:
+        n: number of examples of an accuracy.
+    """
+    if isinstance(measure, Accuracy):
+        # Unlike the normal interval, it keeps its level near 0 and 100 %.
+        bounds = binomtest(round(value * n), n).proportion_ci(CONFIDENCE, method="wilson")
+        return float(bounds.low), float(bounds.high)
+    if stderr is None:
+        return None
+    # In the logarithm the interval is symmetric, and no end is negative.
+    ratio = math.exp(NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * stderr / value)
+    return value / ratio, value * ratio

@@ -1,22 +1,24 @@
-"""The documents of a release, and the chart of the gate's measurements."""
+"""The documents of a release: the model card, README.md for people and for the Hugging Face Hub,
+with the chart of the gate's measurements; and its bills of materials."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub.repocard_data import EvalResult, eval_results_to_model_index
 from matplotlib.axes import Axes
 
 from lathe.evaluate.comparison import Check
-from lathe.evaluate.wording import formats
-from lathe.model.card import CARD, README
-from lathe.report.cards.bom import model_bom
-from lathe.report.cards.card import model_card
-from lathe.report.cards.documents import BOM
-from lathe.report.cards.evidence import read_evidence
-from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
-from lathe_base.pages import is_sealed, seal
+from lathe.model.card import CARD, README, TASK, card_values, front_matter
+from lathe.report.cards.bom import BOM, ENVIRONMENT_SBOM, environment_sbom, model_bom
+from lathe.report.cards.evidence import CONFIDENCE, Evidence, read_evidence
+from lathe_base.config.text import write
+from lathe_base.pages import is_sealed, render_markdown, seal
 from lathe_base.pages.style import LIGHT, Theme, draw
 from lathe_base.storage import atomic_file, claim_output_file
 from lathe_base.storage.ownership import FileKind, Source
+
+TEMPLATE = "lathe/report/cards/card.md.j2"
 
 PICTURE = "quality.svg"
 KIND = FileKind("a model card picture", is_sealed)
@@ -35,11 +37,12 @@ def picture(checks: Sequence[Check]) -> str:
 
     def paint(axes: Axes, theme: Theme) -> None:
         for row, check in enumerate(rows):
+            # Divided by the limit, which has the sign of a loss, every loss is positive.
             at, *ends = (x / check.limit for x in (check.change, check.low, check.high))
             axes.plot(ends, [row, row], color=theme.color(0), linewidth=2.2)
             axes.plot(at, row, "o", color=theme.color(0), markersize=7)
             axes.annotate(
-                formats(check)["change"], (at, row), xytext=(0, 8),
+                check.formatted()["change"], (at, row), xytext=(0, 8),
                 textcoords="offset points", ha="center",
             )  # fmt: skip
         axes.axvline(0, color=theme.muted, linewidth=1)
@@ -102,8 +105,56 @@ def write_release_documents(
         documents.append((PICTURE, KIND, drawn))
     if lock.is_file():
         documents.append((ENVIRONMENT_SBOM, BOM, environment_sbom(lock, "lathe-serve")))
+    # All are claimed before the first is written: a file of the user's stops the whole release.
     for name, kind, _ in documents:
         claim_output_file(folder / name, kind)
     for name, kind, text in documents:
         write_document(folder / name, kind, text)
     return [name for name, _, _ in documents]
+
+
+def model_card(evidence: Evidence, picture: str | None = None) -> str:
+    """The text of the card; the same evidence gives the same text.
+
+    Args:
+        picture: file name of the chart next to the card.
+    """
+    values = card_values(evidence.config, evidence.meta, evidence.origin, evidence.name)
+    values["front"] = write(metadata(evidence))
+    proof = evidence.exported.raw.get("proof") if evidence.exported else None
+    values |= {"evidence": evidence, "confidence": CONFIDENCE, "proof": proof or {}}
+    return render_markdown(TEMPLATE, **values, picture=picture)
+
+
+def metadata(evidence: Evidence) -> dict[str, Any]:
+    """The card's metadata, with the results as Hugging Face's `model-index`."""
+    front = front_matter(evidence.config, evidence.meta, evidence.origin)
+    if evidence.exported is not None:
+        if evidence.is_export_alone:
+            front["library_name"] = "onnx"
+        flavour = evidence.exported.flavour
+        front["tags"] = list(dict.fromkeys([*front["tags"], "onnx", flavour]))
+    if evidence.figures:
+        front["metrics"] = list(dict.fromkeys(figure.kind for figure in evidence.figures))
+        results = []
+        for figure in evidence.figures:
+            details = {
+                "stderr": figure.stderr,
+                "confidence_level": CONFIDENCE if figure.interval else None,
+                "confidence_interval": list(figure.interval) if figure.interval else None,
+                figure.unit: figure.n,
+            }
+            results.append(
+                EvalResult(
+                    task_type=TASK,
+                    dataset_type=figure.source,
+                    dataset_name=figure.source,
+                    dataset_args={"sha256": figure.sha256},
+                    metric_type=figure.kind,
+                    metric_name=figure.label,
+                    metric_value=figure.value,
+                    metric_args={key: x for key, x in details.items() if x is not None},
+                )
+            )
+        front["model-index"] = eval_results_to_model_index(evidence.name, results)
+    return front

@@ -12,7 +12,7 @@ from lathe.cli import app
 from lathe.release.certify import resume
 from lathe.release.certify.resume import KINDS, Training, plan_kills
 from lathe.release.certify.tensors import TensorDifference, first_difference, weight_digests
-from lathe.report.certificate import read_certificate
+from lathe.report.training import read_certificate
 from lathe.train.state_folder import METADATA, committed_steps, compute_digests, write_metadata
 from tests.support.small_run import SMALL
 

@@ -18,7 +18,7 @@ from lathe.report.cards.audit import (
     require_audited,
     unexcused,
 )
-from lathe.report.cards.sbom import ENVIRONMENT_SBOM, environment_sbom
+from lathe.report.cards.bom import ENVIRONMENT_SBOM, environment_sbom
 from lathe_base.errors import Code, StageError
 from tests.support.command_line import lathe
 from tests.support.errors import raises

@@ -12,11 +12,11 @@ from huggingface_hub.repocard_data import ModelCardData
 from typer.testing import CliRunner
 
 from lathe.cli import app
-from lathe.evaluate.wording import outcome
+from lathe.evaluate.comparison import outcome
 from lathe.model.card import CARD
 from lathe.model.config import read_config
-from lathe.report.cards.card import model_card
 from lathe.report.cards.evidence import read_evidence
+from lathe.report.cards.release import model_card
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code, UserError

@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from lathe.report.cards.bom import model_bom
+from lathe.report.cards.bom import environment_sbom, model_bom
 from lathe.report.cards.evidence import read_evidence
-from lathe.report.cards.sbom import environment_sbom
 from lathe_base.errors import Code
 from tests.report.cards.conftest import Stages
 from tests.report.cards.test_bom import validated

@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import norm
 
 from lathe.evaluate.tasks import CLOZE, TEXT
-from lathe.report.cards.figures import interval
+from lathe.report.cards.evidence import interval
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 20), (3, 20), (871, 2000), (20, 20)])

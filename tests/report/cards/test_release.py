@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import pytest
 
 from lathe.evaluate.comparison import Check
-from lathe.evaluate.wording import formats
 from lathe.report.cards.release import SERVE_LOCK, write_release_documents
 from lathe_base.errors import Code
 from tests.report.cards.conftest import Stages
@@ -59,7 +58,7 @@ def test_the_picture_has_every_check_beside_its_margin(
     checks = [Check(**check) for check in json.loads(stages.verdict.read_text())["checks"]]
     assert checks
     for check in checks:
-        assert {check.measure, formats(check)["change"]} <= texts
+        assert {check.measure, check.formatted()["change"]} <= texts
 
 
 @pytest.mark.parametrize("name", ["README.md", "bom.cdx.json", "quality.svg", "sbom.cdx.json"])

@@ -7,7 +7,7 @@ import pytest
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-from lathe.report.cards.sbom import environment_sbom, read_lock
+from lathe.report.cards.bom import environment_sbom, read_lock
 from lathe_base.errors import Code
 from tests.report.cards.test_bom import validated
 from tests.support.errors import raises

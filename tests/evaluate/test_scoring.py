@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe.evaluate.intervals import mean_stderr, ratio_stderr
-from lathe.evaluate.score_requests import batches_by_tokens
+from lathe.evaluate.scoring import batches_by_tokens
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120))
