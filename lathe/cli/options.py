@@ -141,7 +141,7 @@ def located(
     if not locations:
         return value
     key, path = locations[0]
-    # A default and the same path typed are told apart by this only.
+    # Only this says whether the path was typed or is the default.
     source = ctx.get_parameter_source(name)
     if source is not None and source.name == "COMMANDLINE":
         if "RANK" not in os.environ and str(value) != str(Path(path)):

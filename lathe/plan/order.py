@@ -43,7 +43,7 @@ def find_mismatch(calls: Mapping[int, Sequence[Collective]]) -> str | None:
                 same_kind = call.peer is not None or call.kind == its.kind  # a send meets a receive
                 if not same_kind or call.tensors != its.tensors:
                     return f"{_at(rank, call)}, while {_at(other, its)}"
-            # It completes, and whoever has nothing else to wait for goes on to the next call.
+            # It completes, and whoever has nothing else to wait for is in its next call.
             for other, its in met.items():
                 waiting[other].remove(its)
                 if not waiting[other]:
