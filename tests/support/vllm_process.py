@@ -80,7 +80,7 @@ class VLLMProcess:
             except (EOFError, OSError):
                 return
             if is_chunk:
-                self._open[name].deliver(_unpacked(value))
+                self._open[name].deliver(value)
             else:
                 with self._answered:
                     self._answers[name] = value
@@ -98,18 +98,13 @@ class VLLMProcess:
 
 
 def _packed(answer: Any) -> Any:
-    """An answer that can be pickled, which a UserError cannot."""
-    if isinstance(answer, UserError):
-        return type(answer), (answer.what, answer.hint)
-    return (RuntimeError, (repr(answer),)) if isinstance(answer, Exception) else answer
-
-
-def _unpacked(answer: Any) -> Any:
-    return answer[0](*answer[1]) if isinstance(answer, tuple) else answer
+    """An answer that can be pickled, which many of vLLM's exceptions cannot."""
+    if isinstance(answer, Exception) and not isinstance(answer, UserError):
+        return RuntimeError(repr(answer))
+    return answer
 
 
 def _opened(answer: Any) -> Any:
-    answer = _unpacked(answer)
     if isinstance(answer, Exception):
         raise answer
     return answer
