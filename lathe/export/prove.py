@@ -91,7 +91,7 @@ def prove_in_engine(
     prompts, new_tokens = proof_prompts(
         checkpoint.tokenizer, data, recipe.Export, checkpoint.model.config.n_positions
     )
-    # What this proof does not cover is said, not passed over.
+    # State what this proof does not cover.
     if unlisted := not_ours(exported, EXPORT):
         log.warning(
             "%s: %s did not list %s, which an engine may read and this proof does not cover",

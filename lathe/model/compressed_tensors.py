@@ -245,7 +245,7 @@ def read_schemes(values: Mapping[str, Any], family: Architecture, source: Path) 
                     "copy the folder again",
                     Code.MALFORMED,
                 ) from None
-    # Modules are not at hand, only names: embeddings are told from linears by theirs.
+    # There are only names here, no modules: they tell embeddings from linears.
     tables = [f"{name}.weight" for name in family.embeddings]
     embeddings = [family.stored_name(name).removesuffix(".weight") for name in tables]
     return Schemes(by_target, parsed.ignore or (), embeddings)

@@ -60,24 +60,36 @@ ENVIRONMENT = {
 """How vLLM is set up where the environment does not say otherwise."""
 
 
-def cpu_settings(model: Path) -> dict[str, Any]:
+def cpu_settings(model: Path, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
     """vLLM's settings on CPUs: float32, in which exports are verified, where its kernels compute in
     it; no compilation, which would take minutes at every start.
 
     Args:
         model: a folder of compressed-tensors.
+        cpuinfo: Linux's description of the CPU.
 
     Raises:
         UserError: vLLM has no kernel for its weights on CPUs.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     groups = config.get("quantization_config", {}).get("config_groups", {}).values()
-    if any(x["format"] == "pack-quantized" and x["weights"]["num_bits"] != 4 for x in groups):
+    packed_bits = {x["weights"]["num_bits"] for x in groups if x["format"] == "pack-quantized"}
+    if packed_bits - {4}:
         raise UserError(
             f"{model}: vLLM computes INT8 weights with a scale for each group, or without INT8 "
             "activations, on GPUs only",
             "serve it on a GPU, quantize to INT4 or to static INT8, or set "
             "Serving.runtime=onnxruntime",
+            Code.UNSUPPORTED,
+        )
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    flags = next((line.split() for line in lines if line.startswith("flags")), None)  # of an x86
+    if packed_bits and flags is not None and "avx512f" not in flags:
+        # Its build for AVX2 lacks the kernel, which it notices at the first request (0.32).
+        raise UserError(
+            f"{model}: vLLM computes INT4 weights on x86 CPUs with AVX-512 only, which this one "
+            "does not have",
+            "serve it on a GPU, quantize to static INT8, or set Serving.runtime=onnxruntime",
             Code.UNSUPPORTED,
         )
     # Its integer kernels take 16-bit inputs: others end the process at the first request.

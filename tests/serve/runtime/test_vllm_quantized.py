@@ -17,11 +17,12 @@ from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings import ExportSettings, Recipe
-from lathe_base.errors import StageError, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_base.parameters import Params
 from lathe_serving.runtime.vllm_engine import cpu_settings
 from tests.serve.runtime.test_vllm import answer
 from tests.support import environments
+from tests.support.errors import raises
 from tests.support.families import make, save
 from tests.support.vllm_process import VLLMProcess
 
@@ -33,7 +34,9 @@ FORMS = {
     "INT8 weights": LinearFormat(activation=None),
     "INT4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
 }
-SERVED = ["static INT8", "static INT8, a scale a tensor", "INT4"]
+HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+INT4 = pytest.param("INT4", marks=pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512"))
+SERVED = ["static INT8", "static INT8, a scale a tensor", INT4]
 TOKENS = torch.randint(33, 250, (4, 40), generator=torch.Generator().manual_seed(3))
 GREEDY = Params(decode_strategy="greedy_search", max_tokens=20, ignore_eos=True)
 
@@ -69,16 +72,26 @@ def quantized(
 
 @pytest.mark.parametrize("quantized", FORMS, indirect=True)
 def test_a_format_without_kernels_is_refused_by_name(
-    quantized: Quantized, request: pytest.FixtureRequest
+    quantized: Quantized, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu avx avx2 avx512f avx512bw\n")
     form = request.node.callspec.params["quantized"]
     folder = quantized.folder / compressed_tensors.FOLDER
     if form in ("dynamic INT8", "INT8 weights"):
         with pytest.raises(UserError, match=r"computes INT8 weights .* on GPUs only"):
-            cpu_settings(folder)
+            cpu_settings(folder, cpuinfo)
     else:
         dtype = "float32" if form == "float" else "bfloat16"
-        assert cpu_settings(folder)["dtype"] == dtype
+        assert cpu_settings(folder, cpuinfo)["dtype"] == dtype
+
+
+@pytest.mark.parametrize("quantized", ["INT4"], indirect=True)
+def test_int4_is_refused_on_an_x86_without_avx_512(quantized: Quantized, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: fpu sse4_2 avx avx2 f16c\n")
+    with raises(Code.UNSUPPORTED, "INT4", "AVX-512"):
+        cpu_settings(quantized.folder / compressed_tensors.FOLDER, cpuinfo)
 
 
 @pytest.fixture
