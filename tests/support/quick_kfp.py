@@ -57,6 +57,7 @@ pipeline_task.inspect = SimpleNamespace(stack=_stack)
 common.get_existing_kubernetes_config_as_message = _message
 for module in vars(kubernetes).values():
     if inspect.ismodule(module) and getattr(module, "json_format", None) is json_format:
-        module.json_format = SimpleNamespace(**vars(json_format) | {"MessageToDict": _settings})
+        patched = SimpleNamespace(**vars(json_format) | {"MessageToDict": _settings})
+        setattr(module, "json_format", patched)  # noqa: B010 -- mypy knows no such attribute
 _dump_all = functools.partial(yaml.dump_all, Dumper=yaml.CDumper)
 pipeline_spec_builder.yaml = SimpleNamespace(**vars(yaml) | {"dump_all": _dump_all})
