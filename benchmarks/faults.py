@@ -122,7 +122,7 @@ FAULTS = {
         "serve/runtime/test_sampling.py",
     ),
     "batcher": Fault(
-        "lathe_serving/runtime/prefix_cache.py",
+        "lathe_serving/runtime/kv_cache.py",
         "yield tokens[:end].tobytes()",
         "yield tokens[end - BLOCK : end].tobytes()",
         "a prompt gets the cached keys of one with another beginning",
@@ -186,7 +186,7 @@ FAULTS = {
     ),
     "resume": Fault(
         "lathe/train/state_folder.py",
-        "[name for name, value in listed.items() if found[name] != value]",
+        "[name for name, value in listed.items() if actual[name] != value]",
         "[]",
         "a training resumes from a state with flipped bits",
         "train/test_resume.py",

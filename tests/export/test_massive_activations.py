@@ -1,7 +1,9 @@
 """All formats on models of two families with massive activations: the loss of each, and that
 exports, their verification and their runtimes preserve dynamic scales."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ from lathe.model.checkpoint import save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe_base.config.settings import ExportSettings, Recipe
-from lathe_base.errors import Code
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.open_model import mean_difference, open_model
+from lathe_serving.runtime.session import CPUINFO, saturates
 from tests.support.errors import raises
 from tests.support.massive import MASSIVE, SCALE, gpt2, llama, massive_reader, plant
 from tests.support.small_export import write_held_out
@@ -107,7 +110,11 @@ def test_every_format_is_proven_and_every_runtime_computes_it(
     if name == "weights alone":
         return  # OpenVINO meets float32's limit only without bfloat16
     for runtime in RUNTIMES:  # within the error limit, or fails to open
-        other = open_model(folder, threads=1, runtime=runtime).model
+        try:
+            other = open_model(folder, threads=1, runtime=runtime).model
+        except UserError:  # without VNNI, sums of static INT8 may saturate
+            assert "static" in name and saturates(CPUINFO.read_text())
+            continue
         assert mean_difference(own, other, PROMPT) < own.metadata["proof"]["mean_limit"]
 
 
@@ -120,8 +127,11 @@ def test_a_kernel_that_rounds_more_coarsely_than_the_plan_is_refused(
     """The divergence from the float model alone reveals it."""
     model = quantized(plant(make(), MASSIVE, SCALE), "dynamic")
     save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
-    for check in ("_require_linears", "_require_logits"):
-        monkeypatch.setattr(proof, check, lambda *_: 0.0)
+    compared = proof._compare_logits
+    monkeypatch.setattr(proof, "linear_errors", lambda *_: {})
+    monkeypatch.setattr(
+        proof, "_compare_logits", lambda *rest: replace(compared(*rest), mean_limit=math.inf)
+    )
     data = write_held_out(tmp_path / "data")
     coarse = quantized(plant(make(), MASSIVE, SCALE), "int4")
     original = proof.prove

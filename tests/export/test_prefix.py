@@ -18,10 +18,10 @@ from lathe.model.generate import generate
 from lathe.model.gpt import GPT
 from lathe.model.quantization import LinearFormat, QuantizationPlan
 from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe
-from lathe_base.errors import Code
+from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import MODEL, PREFIX, pad
 from lathe_serving.runtime.open_model import OPENERS, mean_difference
-from lathe_serving.runtime.session import OnnxModel
+from lathe_serving.runtime.session import CPUINFO, OnnxModel, saturates
 from tests.support.errors import raises
 from tests.support.massive import gpt2, llama
 from tests.support.small_export import save, write_held_out, write_unproven
@@ -110,7 +110,11 @@ def test_every_runtime_computes_a_prefix(
     tokens, lengths = pad(PROMPTS)
     alone = [own.logits(np.array([[*prompt, 5]]))[:, -1] for prompt in PROMPTS]
     for name, opened in OPENERS.items():
-        other = opened(own, 1)
+        try:
+            other = opened(own, 1)
+        except UserError:  # without VNNI, its sums of static INT8 may saturate
+            assert name == "openvino" and saturates(CPUINFO.read_text())
+            continue
         assert mean_difference(own, other, PROMPTS) < limit, name
         cache = other.start(3)
         other.step(cache, tokens, lengths)

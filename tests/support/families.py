@@ -217,7 +217,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 LIKE_OTHERS = ("llama", "qwen2", "phi3", "gpt-neox, sequential")
-"""Of CASES, those that take no path of the code that another does not take."""
+"""Names of CASES that take no path of the code that another does not take."""
 
 
 def in_turn(*flavours: str) -> list[Any]:
