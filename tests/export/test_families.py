@@ -219,7 +219,7 @@ IN_CI = ("gemma3_text", "phi3", "opt")
     ],
 )
 def test_a_family_goes_the_whole_way(name: str, small_data: Path, tmp_path: Path) -> None:
-    """Train, prune, quantize, export with verification, and run in both runtimes."""
+    """Train, prune, quantize, export with verification, and run in the runtimes for this CPU."""
     changes = (
         *SMALL,
         *WHOLE_WAY[name],
@@ -242,7 +242,9 @@ def test_a_family_goes_the_whole_way(name: str, small_data: Path, tmp_path: Path
     shape = read_config(onnx_)
     assert shape.n_params < read_config(dense).n_params
     assert shape.kinds == read_config(dense).kinds
-    for runtime in ("onnxruntime", "openvino"):
+    # Without VNNI, OpenVINO's sums may saturate, and it is refused.
+    without_vnni = saturates(CPUINFO.read_text())
+    for runtime in ("onnxruntime",) if without_vnni else ("onnxruntime", "openvino"):
         opened = open_model(onnx_, threads=1, runtime=runtime)  # checks the error limit
         assert opened.model.runtime == runtime
         texts = opened.model.greedy([TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()], 8)

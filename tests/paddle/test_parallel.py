@@ -17,7 +17,7 @@ from lathe_paddle.environment import prepare
 prepare()
 from pathlib import Path
 import numpy as np, paddle
-from lathe_paddle import fake_quant, parallel, workers
+from lathe_paddle import fake_quant, workers
 from lathe_paddle.gpt import GPT, next_token_loss
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
@@ -60,13 +60,13 @@ slope, loss = model.h[0].ln_1.weight.grad.numpy().copy(), float(whole)
 weights = {n: p.numpy().copy() for n, p in model.named_parameters()}
 model.clear_gradients()
 with workers.join_workers(recipe) as group:
-    parallel.divide(model, group)
+    workers.divide(model, group)
     assert model.h[1].mlp.c_fc.weight.shape == [48, 20]
     divided = next_token_loss(model, tokens)
     divided.backward()
     assert abs(float(divided) - loss) < 1e-5, (float(divided), loss)
     assert np.abs(model.h[0].ln_1.weight.grad.numpy() - slope).max() < 1e-5
-    for name, array in parallel.whole_weights(model, group).items():
+    for name, array in workers.whole_weights(model, group).items():
         assert np.array_equal(array, weights[name]), name
     fake_quant.insert(model, QuantizationPlan.w8a8(dict.fromkeys(
         config.linear_names(), 0.0)))

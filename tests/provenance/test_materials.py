@@ -71,10 +71,10 @@ def test_a_split_of_a_folder_is_attested_and_found_again(
     first = verify_chain(tmp_path / "data", [signing.public])
     corpus, _ = first.input("corpus") or pytest.fail("no corpus")
     assert corpus.uri == f"{folder.as_uri()}::test"
-    assert Corpora([corpus], []).place(corpus) == f"{folder}::test"
+    assert Corpora([corpus], []).location(corpus) == f"{folder}::test"
     shutil.rmtree(folder)
     with raises(Code.NOT_FOUND, "set::test"):
-        Corpora([corpus], []).place(corpus)
+        Corpora([corpus], []).location(corpus)
 
 
 def test_an_imported_checkpoint_leads_to_its_file(signing: AttestedRun, tmp_path: Path) -> None:
