@@ -56,7 +56,7 @@ os.environ |= {f"LATHE_{image}_IMAGE": "" for image in ("TRAIN", "PADDLE", "SERV
 os.environ["LATHE_NETWORK_PATIENCE"] = "0"
 
 # Wait a twentieth of the time between two attempts: the servers of the tests are near.
-tenacity.nap.time = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20))
+setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda x: time.sleep(x / 20)))  # noqa: B010
 
 # The clients of Kubernetes and Pipelines set the levels of two loggers for every object that they
 # read, and each time logging empties the caches of all loggers, which are thousands with torch.
@@ -68,7 +68,7 @@ def _set_other_level(logger: logging.Logger, level: int | str) -> None:
         _set_level(logger, level)
 
 
-logging.Logger.setLevel = _set_other_level  # type: ignore[method-assign]
+setattr(logging.Logger, "setLevel", _set_other_level)  # noqa: B010
 
 # The models are too small for a second thread, which would only spin on another test's core.
 os.environ["OMP_NUM_THREADS"] = "1"
