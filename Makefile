@@ -90,12 +90,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-p tests.support.forks --forks $(1) tests)
 
 .PHONY: test
-test: ## Run the quick tests, 5 minutes (TESTS=path for some of them)
+test: ## Run the quick tests, 5 to 9 minutes (TESTS=path for some of them)
 	$(call environments,dev $(call needed,serve))
 	$(call tests,4,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
-test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 20 minutes
+test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 20 to 35 minutes
 	$(call environments,dev $(call needed,serve paddle))
 	$(call tests,3,"slow and not long")
 
