@@ -27,6 +27,12 @@ PREFIX_LENGTH = "prefix_length"
 NEEDED = ("n_head", "head_dim", "n_positions", "vocab_size", "eos_id")
 
 
+def x86_flags(cpuinfo: str) -> frozenset[str]:
+    """Instruction sets that Linux lists in `/proc/cpuinfo`; none if the CPU is not an x86."""
+    line = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
 class ExportedModel(ABC):
     """An exported folder (`model.onnx`, `export.json`) opened for inference on the CPU.
 

@@ -15,7 +15,14 @@ import onnxruntime as ort  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from lathe_base.errors import Code, UserError
-from lathe_serving.runtime.exported_model import MODEL, PREFIX_LENGTH, ExportedModel, Ids, Logits
+from lathe_serving.runtime.exported_model import (
+    MODEL,
+    PREFIX_LENGTH,
+    ExportedModel,
+    Ids,
+    Logits,
+    x86_flags,
+)
 from lathe_serving.runtime.kv_cache import KeyValues, KVCache, MixedCaches
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -61,8 +68,8 @@ def open_session(
 def saturates(cpuinfo: str) -> bool:
     """Whether the CPU in `/proc/cpuinfo` is an x86 without VNNI, where onnxruntime's uint8 x int8
     kernel adds pairs of products in 16 bits, which overflow."""
-    flags = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
-    return bool(flags) and "vnni" not in flags
+    flags = x86_flags(cpuinfo)
+    return bool(flags) and not any("vnni" in flag for flag in flags)
 
 
 @dataclass

@@ -37,7 +37,7 @@ import numpy as np
 from lathe_base.errors import Code, UserError
 from lathe_base.parameters import Params
 from lathe_serving.runtime.contract import CheckedBackend, Receiver, Watcher
-from lathe_serving.runtime.exported_model import end_ids, read_export
+from lathe_serving.runtime.exported_model import end_ids, read_export, x86_flags
 from lathe_serving.runtime.grammar import parse_constraint
 from lathe_serving.runtime.grammar_compiler import JSON_OPTIONS
 from lathe_serving.runtime.protocol import VLLM_FORMAT, Chunk, InvalidRequest
@@ -82,9 +82,8 @@ def cpu_settings(model: Path, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str
             "Serving.runtime=onnxruntime",
             Code.UNSUPPORTED,
         )
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    flags = next((line.split() for line in lines if line.startswith("flags")), None)  # of an x86
-    if packed_bits and flags is not None and "avx512f" not in flags:
+    flags = x86_flags(cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
+    if packed_bits and flags and "avx512f" not in flags:
         # Its build for AVX2 lacks the kernel, which it notices at the first request (0.32).
         raise UserError(
             f"{model}: vLLM computes INT4 weights on x86 CPUs with AVX-512 only, which this one "

@@ -292,8 +292,8 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
 def test_post_training_quantization_as_a_stage(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """Without training, GPTQ and learned rounding are closer to the float model than rounding to
-    nearest."""
+    """Without training, GPTQ is closer to the float model than rounding to nearest, and learned
+    rounding closer still."""
     losses = {}
     for rounding, steps in (("nearest", 0), ("gptq", 0), ("gptq", 60)):
         recipe = load_recipe(
@@ -316,8 +316,9 @@ def test_post_training_quantization_as_a_stage(
             load_checkpoint(small_dense).model, model, small_data
         )
         assert not (folder / "state").exists()
-    # Of these two the better one depends on the CPU's arithmetic for a model as small as this.
     assert max(losses["gptq"], losses[60]) < 0.8 * losses["nearest"]
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # in float32 a model so small gains nothing
+        assert losses[60] < 0.95 * losses["gptq"]
 
 
 def divergence(dense: GPT, quantized: GPT, data: Path) -> float:

@@ -24,7 +24,8 @@ from lathe_base.config.settings import ExportSettings, Recipe
 from lathe_base.config.settings.types import Bits
 from lathe_base.errors import Code
 from lathe_serving.runtime.open_model import open_model
-from lathe_serving.runtime.session import CPUINFO, OnnxModel, saturates
+from lathe_serving.runtime.session import OnnxModel
+from tests.support.cpu import WITHOUT_VNNI
 from tests.support.errors import raises
 from tests.support.families import CASES, TOKENS, in_turn, make, quantized, save
 from tests.support.small_export import write_held_out
@@ -83,7 +84,7 @@ def test_export_is_proven(
 
 def check_openvino(own: OnnxModel, folder: Path, flavour: str) -> None:
     """Check that OpenVINO computes the same, or rejects the export."""
-    if flavour == "int8" and saturates(CPUINFO.read_text()):
+    if flavour == "int8" and WITHOUT_VNNI:
         with raises(Code.NOT_PROVED, folder, "OpenVINO"):
             open_model(folder, threads=1, runtime="openvino")
         return
@@ -242,9 +243,7 @@ def test_a_family_goes_the_whole_way(name: str, small_data: Path, tmp_path: Path
     shape = read_config(onnx_)
     assert shape.n_params < read_config(dense).n_params
     assert shape.kinds == read_config(dense).kinds
-    # Without VNNI, OpenVINO's sums may saturate, and it is refused.
-    without_vnni = saturates(CPUINFO.read_text())
-    for runtime in ("onnxruntime",) if without_vnni else ("onnxruntime", "openvino"):
+    for runtime in ("onnxruntime",) if WITHOUT_VNNI else ("onnxruntime", "openvino"):
         opened = open_model(onnx_, threads=1, runtime=runtime)  # checks the error limit
         assert opened.model.runtime == runtime
         texts = opened.model.greedy([TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()], 8)

@@ -19,6 +19,7 @@ from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code
 from tests.paddle.conftest import run_paddle
 from tests.support import small_run, warm
+from tests.support.cpu import WITHOUT_VNNI
 from tests.support.errors import raises
 from tests.support.fake_deployments import until
 from tests.support.report_folders import sensitivity_analysis, write_json
@@ -181,8 +182,8 @@ def test_quantization_is_what_the_torch_engine_reads(
     output = pruned.with_name("int8-by-torch")
     settings = recipe("tiny-qat", SKIP, engine="torch")
     quantize(settings, pruned, small_data, output)
-    # An activation on the edge between two levels is rounded differently, by up to 0.24 % on AVX2.
-    assert losses(int8) == pytest.approx(losses(output), rel=4e-3)
+    # Without VNNI, activations on the edge between two levels were seen to add 0.24 %.
+    assert losses(int8) == pytest.approx(losses(output), rel=4e-3 if WITHOUT_VNNI else 2e-3)
 
 
 @pytest.mark.slow
@@ -244,7 +245,9 @@ def test_the_linear_with_outliers_ranks_first(
     for linear in found["paddle"].linears[:3]:
         ours = by_name[linear.name]
         # The cheap linears cost 3e-6 here, and the two engines' scores of them differ by 3.4e-7.
-        assert linear.score == pytest.approx(ours.score, rel=0.03, abs=5e-7)
+        assert linear.score == pytest.approx(
+            ours.score, rel=0.03 if WITHOUT_VNNI else 0.02, abs=5e-7
+        )
         assert linear.estimate == pytest.approx(ours.estimate, rel=0.01, abs=1e-12)
         assert linear.weights.sqnr_db == pytest.approx(ours.weights.sqnr_db, abs=0.1)
     assert (tmp_path / "paddle" / "sensitivity.html").is_file()

@@ -22,9 +22,9 @@ from lathe_serving.repository import write_repository
 from lathe_serving.runtime import open_model as open_model_module
 from lathe_serving.runtime.open_model import mean_difference, open_model
 from lathe_serving.runtime.openvino_model import OpenVINOModel
-from lathe_serving.runtime.session import CPUINFO, saturates
 from lathe_serving.server import ANY_PORTS, start
 from lathe_serving.state import LOG_FILE
+from tests.support.cpu import WITHOUT_VNNI
 from tests.support.errors import raises
 from tests.support.small_export import (
     LINEARS,
@@ -55,8 +55,6 @@ SHAPES: dict[str, tuple[Any, dict[str, Any]]] = {
 STATIC_INT8 = ("int8", "int8, pruned", "int8, some in float")
 """Shapes whose 8-bit products overflow in OpenVINO on CPUs without VNNI."""
 
-SATURATES = saturates(CPUINFO.read_text())
-
 
 @pytest.mark.parametrize("shape", [UNIFORM, PRUNED], ids=["uniform", "pruned"])
 def test_float_logits_are_onnxruntimes(
@@ -83,7 +81,7 @@ def test_quantized_logits_are_onnxruntimes_within_the_limit_of_a_proof(
     change = quantization_change(model, own, PROMPTS, byte_tokenizer, tmp_path / "float")
     other = OpenVINOModel(tmp_path / "own", threads=1)
     is_right = mean_difference(own, other, PROMPTS) < QUANTIZATION_SHARE * change
-    assert is_right != (SATURATES and case in STATIC_INT8)
+    assert is_right != (WITHOUT_VNNI and case in STATIC_INT8)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from lathe_base.parameters import Params
 from lathe_serving.runtime.vllm_engine import cpu_settings
 from tests.serve.runtime.test_vllm import answer
 from tests.support import environments
+from tests.support.cpu import WITHOUT_AVX512
 from tests.support.errors import raises
 from tests.support.families import make, save
 from tests.support.vllm_process import VLLMProcess
@@ -34,8 +35,7 @@ FORMS = {
     "INT8 weights": LinearFormat(activation=None),
     "INT4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
 }
-HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-INT4 = pytest.param("INT4", marks=pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512"))
+INT4 = pytest.param("INT4", marks=pytest.mark.skipif(WITHOUT_AVX512, reason="needs AVX-512"))
 SERVED = ["static INT8", "static INT8, a scale a tensor", INT4]
 TOKENS = torch.randint(33, 250, (4, 40), generator=torch.Generator().manual_seed(3))
 GREEDY = Params(decode_strategy="greedy_search", max_tokens=20, ignore_eos=True)
