@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from lathe.cli import app
 from lathe.cli.app import PANELS
+from lathe_base import __version__
 from lathe_base.config.recipe import load_recipe, shipped_recipes
 from lathe_base.config.settings import Recipe
 from tests.support import warm
@@ -95,6 +96,10 @@ def test_help_says_what_it_does_and_shows_an_example(verb: str) -> None:
 def test_an_import_does_not_wait_for(module: str, slow: str) -> None:
     code = f"import sys, {module}; sys.exit({slow!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"lathe {__version__}\n"
 
 
 def test_no_verb_shows_the_help(tmp_path: Path) -> None:

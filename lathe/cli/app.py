@@ -3,12 +3,13 @@ missing input."""
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from lathe.cli.options import RUN, upload_outputs
+from lathe_base import __version__
 from lathe_base.errors import Code, UserError
 
 WRITERS = {
@@ -94,6 +95,25 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     result_callback=upload_outputs,
 )
+
+
+def print_version(is_asked: bool) -> None:
+    """Print the version and exit, if it `is_asked` for."""
+    if is_asked:
+        typer.echo(f"lathe {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options before a command."""
 
 
 def add_verbs() -> None:
