@@ -38,7 +38,7 @@ ROOM_FOR_ONE_PASS = 4 * 2**30
 and the Hessian of a linear's inputs."""
 
 POLL_SECONDS = 0.5
-"""Between two looks at whether the first process has finished its work alone."""
+"""Between two looks at whether others have finished what they do alone."""
 
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 40.0
@@ -212,18 +212,10 @@ class Workers:
         """
         done = f"agree {next(self._turns)}"
         values: list[Any] = [value() if self.is_first else None]
-        if self.store is not None and self.heartbeats is not None:
+        if self.store is not None:
             if self.is_first:
                 self.store.set(done, "")
-            began = time.monotonic()
-            while not self.store.check([done]):
-                silent, who = self.heartbeats.silence(self.store, 0)
-                if silent > self.timeout.total_seconds():
-                    raise StageError(
-                        f"rank 0 ({who}) has not responded for {silent:.0f} s", Code.TIMEOUT
-                    )
-                # Short at first: as a rule the first process is done already.
-                time.sleep(min(POLL_SECONDS, 0.01 + 0.1 * (time.monotonic() - began)))
+            self._wait(lambda store: store.check([done]), lambda _: [0])
         dist.broadcast_object_list(values, src=0, group=self.files)
         result: T = values[0]
         return result
@@ -234,14 +226,48 @@ class Workers:
             dist.broadcast(tensor.detach(), src=0, group=self.files)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, by rank; see `agree`."""
+        """Every process's value, by rank; pickled and waited for as in `agree`."""
+        self._meet()
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value, group=self.files)
         return gathered
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all processes, as in `agree`."""
+        self._meet()
         dist.barrier(self.files)
+
+    def _meet(self) -> None:
+        """Return when all processes have called it: one may upload a checkpoint, or verify it, for
+        longer than a collective may take."""
+        key = f"meet {next(self._turns)}"
+        if self.store is None:
+            return
+        self.store.set(f"{key} {self.rank}", "")
+        self.store.add(key, 1)
+
+        def missing(store: Store) -> list[int]:
+            # All would ask for all: the first process watches the others, and these watch it.
+            ranks = range(self.size) if self.is_first else range(1)
+            return [rank for rank in ranks if not store.check([f"{key} {rank}"])]
+
+        self._wait(lambda store: store.add(key, 0) == self.size, missing)
+
+    def _wait(
+        self, is_over: Callable[[Store], bool], missing: Callable[[Store], list[int]]
+    ) -> None:
+        """Wait until `is_over`, for as long as the ranks that are `missing` have a heartbeat."""
+        assert self.store is not None and self.heartbeats is not None
+        began = time.monotonic()
+        while not is_over(self.store):
+            for rank in missing(self.store):
+                silent, who = self.heartbeats.silence(self.store, rank)
+                if silent > self.timeout.total_seconds():
+                    raise StageError(
+                        f"rank {rank} ({who}) has not responded for {silent:.0f} s", Code.TIMEOUT
+                    )
+            # Short at first: as a rule the others are there already.
+            time.sleep(min(POLL_SECONDS, 0.01 + 0.1 * (time.monotonic() - began)))
 
 
 @contextmanager
