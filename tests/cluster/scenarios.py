@@ -181,6 +181,7 @@ def two_nodes(site: Site) -> str:
     began = time.monotonic()
     site.follow(run)
     assert not site.left_behind()
+    site.on_two_nodes = run
     return f"{time.monotonic() - began:.0f} s"
 
 
@@ -194,6 +195,21 @@ def form(site: Site) -> str:
     return f"{time.monotonic() - began:.0f} s"
 
 
+def reused(site: Site) -> str:
+    """A run of the form with the values of the run of `two_nodes` repeats no training."""
+    skip_without(site.on_two_nodes, "the scenario `two_nodes` has not succeeded")
+    run = start_new(site, "pretrain", gpus=site.gpus, nodes=2)
+    site.follow(run)
+    steps = _steps(site, run)
+    assert steps <= {"inputs", "report", "notify"}, steps
+    return f"ran {', '.join(sorted(steps))}"
+
+
+def _steps(site: Site, run: str) -> set[str]:
+    """The steps of a run that did not come from the cache."""
+    return {pod.metadata.labels.get(STAGE) for pod in site.cluster.pods(f"{RUN}={run}")} - {None}
+
+
 def cloned(site: Site) -> str:
     """A clone of the run of `full` with one setting of the gate changed repeats the gate and what
     follows it, and nothing else."""
@@ -202,7 +218,7 @@ def cloned(site: Site) -> str:
     changed = [*old["overrides"], "Gate.max_accuracy_drop=0.5"]
     run = start_clone(site, site.trained, overrides=changed)
     site.follow(run)
-    steps = {pod.metadata.labels.get(STAGE) for pod in site.cluster.pods(f"{RUN}={run}")} - {None}
+    steps = _steps(site, run)
     assert {"inputs", "gate"} <= steps <= {"inputs", "gate", "release", "report", "notify"}, steps
     return f"ran {', '.join(sorted(steps))}"
 
@@ -296,6 +312,25 @@ def _fail(site: Site, run: str, step: str) -> None:
     site.until(f"{step} is killed", killed, run=run)
 
 
+def janitor(site: Site) -> str:
+    """The job that deletes leftover TrainJobs succeeds."""
+    batch, namespace = client.BatchV1Api(site.cluster.api), site.cluster.namespace
+    template = batch.read_namespaced_cron_job("lathe-janitor", namespace).spec.job_template
+    meta = client.V1ObjectMeta(generate_name="lathe-janitor-", labels=template.metadata.labels)
+    job = batch.create_namespaced_job(namespace, client.V1Job(metadata=meta, spec=template.spec))
+    name = job.metadata.name
+    try:
+        site.until("it has ended", lambda: _has_ended(batch.read_namespaced_job(name, namespace)))
+        assert batch.read_namespaced_job(name, namespace).status.succeeded
+    finally:
+        batch.delete_namespaced_job(name, namespace, propagation_policy="Background")
+    return "succeeded"
+
+
+def _has_ended(job: Any) -> bool:
+    return any(c.type in ("Complete", "Failed") for c in job.status.conditions or [])
+
+
 def schedule(site: Site) -> str:
     """A schedule is created, updated and removed."""
     name = "lathe-pretrain"
@@ -325,11 +360,6 @@ def scheduled_run(site: Site) -> str:
         site.command("pipelines.cluster.schedule", ["remove", "pretrain"])
     site.until("nothing is left", lambda: not site.left_behind(), 300)
     return "started at its time, ended with its schedule"
-
-
-def _unfinished(name: str) -> list[str]:
-    api = connect()
-    return [run.run_id for run in unfinished(api, schedules(api, name))]
 
 
 def release_and_rollback(site: Site) -> str:
@@ -434,11 +464,13 @@ def _probe(site: Site, targets: list[Any], labels: dict[str, str]) -> list[Findi
 SCENARIOS = (
     doctor,
     network,
+    janitor,
     schedule,
     scheduled_run,
     full,
     given_model,
     two_nodes,
+    reused,
     form,
     cloned,
     recurring,

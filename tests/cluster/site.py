@@ -41,7 +41,8 @@ class Site:
         command: function that runs one of Lathe's modules and returns its output.
         poll: seconds between two polls.
         runs: ids of the runs that the scenarios have started.
-        trained: id of the run of `full` that has succeeded; empty before.
+        trained, on_two_nodes: ids of the runs of `full` and on two nodes that have succeeded;
+            empty before.
     """
 
     cluster: Cluster
@@ -52,6 +53,7 @@ class Site:
     poll: float = 2.0
     runs: list[str] = field(default_factory=list)
     trained: str = ""
+    on_two_nodes: str = ""
 
     @property
     def core(self) -> Any:
