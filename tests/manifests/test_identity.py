@@ -28,6 +28,18 @@ def test_pods_that_use_the_store_have_the_role(identified: list[Object]) -> None
     assert accounts["lathe-train"]["automountServiceAccountToken"] is False
 
 
+def test_runs_of_the_ui_have_the_role_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Their account is `default-editor`, where the component `default-account` binds it."""
+    objects = variant("kind+default-account+workload-identity", tmp_path_factory)
+    steps, editor = (
+        named(objects, "ServiceAccount", name)["metadata"]["annotations"][ROLE]
+        for name in ("lathe-pipeline", "default-editor")
+    )
+    assert editor == steps
+    with pytest.raises(AssertionError, match="list default-account before workload-identity"):
+        variant("kind+workload-identity+default-account", tmp_path_factory)
+
+
 def test_no_pod_needs_the_keys(production: list[Object]) -> None:
     for pod in pods(production):
         for volume in pod.spec["volumes"]:
