@@ -1,12 +1,27 @@
 """Connections that the network policies allow, evaluated as by a cluster."""
 
+import os
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address, ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.support.rendered import ALL, Object, find_namespace, matches, of_kind, pods, variant
+from tests.support.rendered import (
+    ALL,
+    MANIFESTS,
+    OVERLAYS,
+    ROOT,
+    Object,
+    find_namespace,
+    matches,
+    of_kind,
+    pods,
+    text,
+    variant,
+)
 
 
 @dataclass(frozen=True)
@@ -42,15 +57,26 @@ TRAINER = Peer(
 )
 STORE = Peer("kubeflow", {"app": "seaweedfs"})
 API = Peer("", address="10.0.0.1")
+API_LOCAL_IPV6 = Peer("", address="fd12:3456:789a::1")
+API_GLOBAL_IPV6 = Peer("", address="2001:db8:1::10")
+NODE_DNS = [Peer("", address=address) for address in ("169.254.20.10", "fd00::a")]
+"""NodeLocal DNS, which answers on the node."""
+POD_IDENTITY = [Peer("", address=address) for address in ("169.254.170.23", "fd00:ec2::23")]
+"""The agent of EKS Pod Identity, on the node."""
 INTERNET = Peer("", address="151.101.0.223")
 
 # In the overlay kind: source, target, port, allowed.
 FLOWS = [
     *((source, DNS, 53, True) for source in (STEP, TRAIN, SERVE, JANITOR, STRANGER)),
+    *((s, dns, 53, True) for s in (STEP, TRAIN, SERVE, JANITOR, STRANGER) for dns in NODE_DNS),
     *((source, STORE, 8333, True) for source in (STEP, TRAIN, SERVE)),
     (JANITOR, STORE, 8333, False),
     *((source, API, 6443, True) for source in (STEP, DRIVER, JANITOR)),
     *((source, API, 6443, False) for source in (TRAIN, SERVE)),
+    *((source, API_LOCAL_IPV6, 6443, True) for source in (STEP, DRIVER, JANITOR)),
+    *((source, API_LOCAL_IPV6, 6443, False) for source in (TRAIN, SERVE)),
+    *((source, API_GLOBAL_IPV6, 6443, False) for source in (STEP, DRIVER, JANITOR)),
+    *((s, agent, 80, False) for s in (STEP, TRAIN, SERVE, JANITOR) for agent in POD_IDENTITY),
     *((source, PIPELINES, port, True) for source in (STEP, DRIVER) for port in (8887, 8888)),
     *((source, METADATA, 8080, True) for source in (STEP, DRIVER)),
     *((source, PIPELINES, 8888, False) for source in (TRAIN, SERVE, JANITOR, STRANGER)),
@@ -190,6 +216,33 @@ def test_tracking_is_for_steps(tmp_path_factory: pytest.TempPathFactory) -> None
     registry = Peer("kubeflow", {"component": "model-registry-server"})
     assert permits(opened, STEP, mlflow, 5000) and permits(opened, STEP, registry, 8080)
     assert not permits(opened, TRAIN, mlflow, 5000) and not permits(opened, TRAIN, registry, 8080)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_with_a_workload_identity_reach_its_agent(
+    overlay: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    opened = variant(f"{overlay}+workload-identity", tmp_path_factory)
+    here = find_namespace(opened)
+    for agent in POD_IDENTITY:
+        for source in (STEP, TRAIN, SERVE):
+            assert permits(opened, replace(source, namespace=here), agent, 80)
+        assert not permits(opened, replace(JANITOR, namespace=here), agent, 80)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_documented_patch_adds_a_range_of_the_api_server(overlay: str, tmp_path: Path) -> None:
+    """Of `docs/how-to/cluster-network.md`."""
+    document = (ROOT / "docs/how-to/cluster-network.md").read_text()
+    section = document.partition("## Public IPv6 addresses")[2]
+    patches = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])
+    base = os.path.relpath(MANIFESTS / "overlays" / overlay, tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": [base], **patches}))
+    objects = list(yaml.safe_load_all(text(tmp_path)))
+    for source in (STEP, JANITOR):
+        source = replace(source, namespace=find_namespace(objects))
+        assert permits(objects, source, API_GLOBAL_IPV6, 6443)
+        assert permits(objects, source, API, 6443)
 
 
 def own_policies(objects: list[Object]) -> list[Object]:
