@@ -40,11 +40,28 @@ def start_clone(site: Site, run: str, **typed: Any) -> str:
     return _submit(site, f"clone {run}", {"cloneFromRun": run}, body, typed)
 
 
+def start_recurring(site: Site, pipeline: str, **typed: Any) -> str:
+    """Start a recurring run, every minute, of the latest version of a pipeline; returns its id."""
+    body = new_run(site, pipeline, **typed)
+    trigger = {"periodic_schedule": {"interval_second": "60"}}
+    body |= {"trigger": trigger, "max_concurrency": "10", "no_catchup": False, "mode": "ENABLE"}
+    if not site.ui:
+        made = connect().recurring_runs.recurring_run_service_create_recurring_run(body)
+        return str(made.recurring_run_id)
+    version = body["pipeline_version_reference"]
+    query = {
+        "pipelineId": version["pipeline_id"],
+        "pipelineVersionId": version["pipeline_version_id"],
+        "recurring": "1",
+    }
+    return _submit(site, f"recurring {pipeline}", query, body, typed)
+
+
 def _submit(
     site: Site, name: str, query: dict[str, str], body: dict[str, Any], typed: Mapping[str, Any]
 ) -> str:
     """Fill in the UI's form in a browser, and click on Start. The request that the form then sends
-    must be `body`.
+    must be `body`, of a run or of a recurring one. Returns its id.
 
     Args:
         name: of the form's screenshot.
@@ -65,16 +82,24 @@ def _submit(
             page.locator(f"#{key}").fill(value if isinstance(value, str) else json.dumps(value))
         if body["service_account"]:
             page.get_by_label("Service Account").fill(body["service_account"])
+        recurs = "trigger" in body
+        if recurs:  # "Run every 1 Hours", before
+            page.get_by_text("Run every").get_by_role("combobox").click()
+            page.get_by_role("option", name="Minutes").click()
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
-        with page.expect_response(lambda answer: answer.url.endswith("/runs")) as answered:
+        path = "/recurringruns" if recurs else "/runs"
+        with page.expect_response(lambda answer: answer.url.endswith(path)) as answered:
             page.click("#startNewRunBtn")
-        sent, run = answered.value.request.post_data_json or {}, answered.value.json()["run_id"]
+        sent, got = answered.value.request.post_data_json or {}, answered.value.json()
         browser.close()
-    for key in ("experiment_id", "pipeline_version_reference", "runtime_config"):
+    keys = ("experiment_id", "pipeline_version_reference", "runtime_config")
+    for key in (*keys, *(["trigger", "max_concurrency", "no_catchup"] if recurs else [])):
         assert sent[key] == body[key], (sent[key], body[key])
-    site.runs.append(run)
-    return str(run)
+    if recurs:
+        return str(got["recurring_run_id"])
+    site.runs.append(got["run_id"])
+    return str(got["run_id"])
 
 
 def new_run(site: Site, pipeline: str, **typed: Any) -> dict[str, Any]:

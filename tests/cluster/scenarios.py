@@ -24,7 +24,7 @@ from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.schedule import end_runs, schedules, unfinished
 from pipelines.cluster.schedule import remove as remove_schedules
 from pipelines.cluster.server import connect
-from tests.cluster.form import new_run, start_clone, start_new
+from tests.cluster.form import start_clone, start_new, start_recurring
 from tests.cluster.site import Site, skip_without
 
 SHORT = (
@@ -226,16 +226,14 @@ def cloned(site: Site) -> str:
 def recurring(site: Site) -> str:
     """A recurring run that is made as Pipelines' UI does starts a run when due."""
     api = connect()
-    body = new_run(site, "pretrain", gpus=site.gpus, overrides=[_unique_seed()])
-    trigger = {"cron_schedule": {"cron": "0 * * * * ?"}}
-    body |= {"trigger": trigger, "max_concurrency": "10", "no_catchup": False, "mode": "ENABLE"}
-    made = api.recurring_runs.recurring_run_service_create_recurring_run(body)
+    recurring = start_recurring(site, "pretrain", gpus=site.gpus, overrides=[_unique_seed()])
+    made = api.recurring_runs.recurring_run_service_get_recurring_run(recurring)
     try:
         site.until("a run has started", lambda: unfinished(api, [made]), 200)
         run = unfinished(api, [made])[0].run_id
         site.step(run, "pretrain")
     finally:
-        api.recurring_runs.recurring_run_service_disable_recurring_run(made.recurring_run_id)
+        api.recurring_runs.recurring_run_service_disable_recurring_run(recurring)
         left = unfinished(api, [made])
         site.runs += [run.run_id for run in left]
         end_runs(api, [made], wait=False)

@@ -174,6 +174,7 @@ class FakeKfp:
             ("POST", f"{V2}/runs/{one}:terminate", self._terminate),
             ("GET", f"{V2}/recurringruns", self._list_recurring),
             ("POST", f"{V2}/recurringruns", self._create_recurring),
+            ("GET", f"{V2}/recurringruns/{one}", self._get_recurring),
             ("POST", f"{V2}/recurringruns/{one}:(enable|disable)", self._set_mode),
             ("DELETE", f"{V2}/recurringruns/{one}", self._delete_recurring),
             ("GET", f"/apis/v1alpha1/runs/{one}/nodes/{one}/log", self._log),
@@ -262,9 +263,13 @@ class FakeKfp:
         self._check_reference(request.body)
         if self.refuse_recurring:
             raise Refused(400, "the quota of schedules is used up")
-        if len(request.body["trigger"]["cron_schedule"]["cron"].split()) != 6:
+        cron = request.body["trigger"].get("cron_schedule")
+        if cron and len(cron["cron"].split()) != 6:
             raise Refused(400, "Schedule cron is not a valid cron expression")
         return _add(self.recurring_runs, "recurring_run_id", request.body)
+
+    def _get_recurring(self, request: Request, schedule: str) -> Json:
+        return _known(self.recurring_runs, schedule)
 
     def _set_mode(self, request: Request, schedule: str, verb: str) -> Json:
         _known(self.recurring_runs, schedule)["mode"] = verb.upper()
