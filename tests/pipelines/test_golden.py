@@ -5,6 +5,8 @@ import copy
 import functools
 import operator
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,15 @@ def test_no_drift(compiled, name):
         f"pipeline {name} differs from {golden}: "
         "if that is intended, run `make golden` and review the diff"
     )
+
+
+@pytest.mark.slow
+def test_tests_compile_as_a_user_does(compiled, tmp_path):
+    """In a process without `quick_kfp`, which replaces parts of KFP here."""
+    command = [sys.executable, "-m", "pipelines.compiler.compile", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    for name, path in compiled.items():
+        assert read(tmp_path / f"{name}.yaml") == read(path)
 
 
 def test_an_outline_shows_every_change(compiled):
