@@ -341,6 +341,10 @@ def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
         config_persister=merged.save_changes,
     )
     loader.load_and_set(settings)
+    if token := settings.api_key.get("authorization", "").strip():
+        if not token.isprintable():  # the HTTP client's error would contain the header
+            raise config.ConfigException(f"{files}: the user's token contains a line break")
+        settings.api_key["authorization"] = token
     settings.ssl_ca_cert = settings.ssl_ca_cert or authorities()
     named = loader._cluster.safe_get("proxy-url")
     if proxy := as_proxy(named) if named else proxy_for(settings.host):
@@ -354,7 +358,8 @@ def load_kubeconfig(settings: Any, context: str | None = None) -> str | None:
 
         def renew(client: Any) -> None:
             with suppress(OSError):  # while the file is replaced, the token before is good
-                if token := file.read_text(encoding="utf-8").strip():
+                token = file.read_text(encoding="utf-8").strip()
+                if token and token.isprintable():
                     client.api_key["authorization"] = f"Bearer {token}"
 
         # Called before every request: the token is read again each time, as kubectl does.

@@ -84,6 +84,14 @@ def test_pipelines_is_reached_through_the_same_proxy(proxy, kubeconfig) -> None:
     assert seen[-1]["Authorization"] == "Bearer first"
 
 
+def test_a_token_with_a_line_break_is_refused_and_in_no_message(kubeconfig, tmp_path: Path) -> None:
+    kubeconfig()
+    (tmp_path / "token").write_text("planted\nsecret\n", encoding="utf-8")
+    with raises(Code.UNAUTHORIZED, "config", "line break", kind=StageError) as refused:
+        open_cluster("lathe")
+    assert "planted" not in str(refused.value) and "secret" not in str(refused.value)
+
+
 def test_a_proxy_of_another_kind_is_refused(kubeconfig) -> None:
     kubeconfig(**{"proxy-url": "socks5://127.0.0.1:1080"})
     with raises(Code.UNAUTHORIZED, "socks5://127.0.0.1:1080", kind=StageError):
