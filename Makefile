@@ -25,6 +25,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= CHAT= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= TASK=exact_match=file RUN=; MODEL=smollm2 is a pretrained model'
 	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 NO_TRY=1 (FOLLOW=1, CRON=)'
+	@echo 'compile and manifests take, as defaults of runs: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= NOTIFY=1'
 
 .PHONY: run
 run: ## Run a pipeline on this machine, from text to Triton
@@ -86,7 +87,7 @@ needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS))
 # four at a time and slow ones three, since many wait for a server or a clock.
 # Bytecode is kept even where the environment says otherwise: it is a third of the collection, and a
 # sixth of the start of every process.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+PYTEST := MAKEFLAGS= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-p tests.support.forks --forks $(1) tests)
 
 .PHONY: test
@@ -125,14 +126,13 @@ lint: dev-env ## Check style and types
 	$(BIN)/mypy
 
 .PHONY: compile
-compile: env ## Write the pipelines' IR YAML to build/
-	$(BIN)/python -m pipelines.compiler.compile build --code
+compile: ## Write the pipelines' IR YAML to build/; GPUS=0 and the like are the defaults of runs
+	$(pipeline)
 
 .PHONY: manifests
-manifests: env ## Write the cluster's manifests, RECIPE='s Launch applied, and the pipelines to build/manifests/
+manifests: ## Write the cluster's manifests, RECIPE='s Launch applied, and the pipelines to build/manifests/
 	$(call render,build/manifests)
-	$(if $(value RECIPE),+@$(PYTHON) pipelines/make.py manifests)
-	$(BIN)/python -m pipelines.compiler.objects build/manifests/pipelines.yaml $(shell git describe --always --dirty --exclude='*')
+	$(pipeline)
 
 .PHONY: reference
 reference: env ## Write docs/reference/ and the tables of the components' READMEs
@@ -250,4 +250,12 @@ endef
 	@:
 ifneq ($(filter -o,$(MAKECMDGOALS)),)
 MAKEFLAGS += --silent
+endif
+
+# Variables that no target takes would be ignored without a word.
+ifneq ($(MAKEOVERRIDES),)
+$(shell $(new_enough); $(PYTHON) pipelines/make.py check $(call quote,$(MAKEOVERRIDES)) $(MAKECMDGOALS))
+ifneq ($(.SHELLSTATUS),0)
+$(error stopped)
+endif
 endif

@@ -1,10 +1,11 @@
-"""The pipeline targets of the Makefile: make's variables become options of a command.
+"""The variables of make's targets: which each takes, and how they become options of a command.
 
     make submit PIPELINE=qat MODEL=s3://m/gpt GPUS=8 -- -o Global.seed=7
 
 runs `python -m pipelines.cluster.submit qat --model s3://m/gpt -o Global.seed=7 --gpus 8`, after
-making the environments that it needs; `make -n` prints the commands. It runs before there are any
-environments, and so needs nothing but Python.
+making the environments that it needs; `make -n` prints the commands. `make.py check` refuses
+variables that no target takes, before any is made. It runs before there are any environments, and
+so needs nothing but Python.
 """
 
 import difflib
@@ -16,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(".venv/bin")
@@ -26,7 +28,10 @@ PIPELINE = (
 )
 """What every pipeline takes, wherever it runs."""
 
-MACHINES = ("NODES", "GPUS", "NODE_POOL", "QUEUE", "ROOT", "CPUS", "MEMORY")
+REQUESTS = ("NODES", "GPUS", "NODE_POOL", "QUEUE", "CPUS", "MEMORY")
+"""What its steps request on a cluster."""
+
+MACHINES = (*REQUESTS, "ROOT")
 """What it also takes on a cluster."""
 
 ENVIRONMENT = (
@@ -48,28 +53,31 @@ class Target:
     Attributes:
         command: module, and its first arguments.
         is_pipeline: whether it takes PIPELINE, the pipeline's variables and `-o` overrides.
+        others: variables that it takes in another way.
         words: variables that become arguments.
         options: variables that become options with a value; `--name` is RUN of `run` and `runs`.
         switches: variables and the options that they switch on.
         off: variables and the options that their value 0 switches on.
     """
 
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     is_pipeline: bool = False
     words: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     switches: tuple[tuple[str, str], ...] = ()
     off: tuple[tuple[str, str], ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def variables(self) -> list[str]:
         """The variables that the target reads."""
         pairs = [name for name, _ in (*self.switches, *self.off)]
         common = ["PIPELINE", *PIPELINE] if self.is_pipeline else []
-        return [*dict.fromkeys([*common, *self.words, *self.options, *pairs])]
+        return [*dict.fromkeys([*common, *self.words, *self.options, *pairs, *self.others])]
 
 
-CLUSTER = "pipelines.cluster"
+CLUSTER, COMPILE = "pipelines.cluster", "pipelines.commands.compile"
+OBJECTS = "build/manifests/pipelines.yaml"
 NOTIFY, FOLLOW = ("NOTIFY", "--notify"), ("FOLLOW", "--follow")
 STRICT = (("STRICT", "--strict"), ("NO_TRY", "--no-try"))
 NO_LOGS = (("LOGS", "--no-logs"),)
@@ -101,7 +109,26 @@ TARGETS = {
         off=(("OPEN", "--no-open"),),
     ),
     "compare": Target((f"{CLUSTER}.runs", "compare"), words=("RUN",)),
+    "compile": Target((COMPILE, "yaml", "build"), options=REQUESTS, switches=(NOTIFY,)),
+    "manifests": Target(
+        (COMPILE, "objects", OBJECTS), False, (), REQUESTS, (NOTIFY,), others=("RECIPE",)
+    ),
 }
+"""Targets that this file makes."""
+
+OTHERS = {
+    **dict.fromkeys(("serve", "stop", "lint", "reference", "golden", "clean", "help"), ()),
+    **dict.fromkeys(("env", "serve-env", "vllm-env", "paddle-env", "dev-env"), ()),
+    **dict.fromkeys(("test", "test-slow", "test-all", "test-containers"), ("TESTS",)),
+    **dict.fromkeys(("sbom", "audit"), ("BASE",)),
+    **{"client": ("PROMPT",), "soak": ("SECONDS",), "lock": ("TORCH_INDEX",)},
+    "test-cluster": ("KUBECONFIG", "GPUS", "PRODUCTION", "UI"),
+    "images": ("IMAGES", "BASE", "BUILD_OPTIONS"),
+    "push": ("REGISTRY", "IMAGES", "PUSH_OPTIONS"),
+}
+"""The other targets, and their variables."""
+
+ALL = TARGETS | {name: Target(others=variables) for name, variables in OTHERS.items()}
 
 
 class Make:
@@ -125,21 +152,6 @@ class Make:
             defaults = {"PIPELINE": "qat", "RECIPE": model}
             self.variables["MODEL"] = f"build/{model}"
         self.variables |= {name: self.get(name) or value for name, value in defaults.items()}
-
-    def require_known(self, name: str, target: Target) -> None:
-        """End this process if a variable in make's command is not one of the target's: it would be
-        ignored without a word."""
-        known = target.variables
-        for variable in self.assigned:
-            if variable in known or variable.startswith(ENVIRONMENT):
-                continue
-            near = difflib.get_close_matches(variable.upper(), known, 1)
-            others = [other for other, its in TARGETS.items() if variable in its.variables]
-            hint = f"it is one of make {', '.join(others)}; " if others else ""
-            hint = hint or (f"did you mean {near[0]}=? " if near else "")
-            print(f"error[unknown-key]: make {name} has no variable {variable}", file=sys.stderr)
-            print(f"  hint: {hint}it has {', '.join(known)}", file=sys.stderr)
-            sys.exit(2)
 
     def get(self, name: str) -> str:
         """The value of a variable; empty if it is not set."""
@@ -188,10 +200,38 @@ def _split(flags: str) -> list[str]:
     return [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]
 
 
+def require_known(make: Make, goals: list[str]) -> None:
+    """End this process if none of the targets takes a variable of make's command, or its overrides:
+    they would be ignored without a word."""
+    names = [goal for goal in goals if goal != "-o"] or ["help"]
+    if not ALL.keys() >= set(names):  # make says so
+        return
+    known = list(dict.fromkeys(v for name in names for v in ALL[name].variables))
+    has = f"it has {', '.join(known)}" if known else "it has none"
+    for variable in make.assigned:
+        if variable in known or variable.startswith(ENVIRONMENT):
+            continue
+        near = difflib.get_close_matches(variable.upper(), known, 1)
+        others = [other for other, its in ALL.items() if variable in its.variables]
+        hint = f"it is one of make {', '.join(others)}; " if others else ""
+        hint = hint or (f"did you mean {near[0]}=? " if near else "")
+        refuse(f"make {' '.join(names)} has no variable {variable}", hint + has)
+    takes_overrides = [name for name, its in ALL.items() if its.is_pipeline or name == "manifests"]
+    if make.overrides and not {*takes_overrides} & {*names}:
+        hint = f"they are for make {', '.join(takes_overrides)}; {has}"
+        refuse(f"make {' '.join(names)} has no overrides such as {make.overrides[0]}", hint)
+
+
+def refuse(what: str, hint: str) -> NoReturn:
+    """End this process with a message."""
+    print(f"error[unknown-key]: {what}\n  hint: {hint}", file=sys.stderr)
+    sys.exit(2)
+
+
 def place_manifests(make: Make) -> None:
     """Rewrite the rendered overlays with the group Launch of RECIPE and the overrides."""
     module = "lathe_launch.cluster.placement"
-    command = [str(BIN / "python"), "-m", module, make.get("RECIPE")]
+    command = [str(BIN / "python"), "-m", module, make.get("RECIPE") or "base"]
     command += [part for override in make.overrides for part in ("-o", override)]
     for overlay in ("kind", "production", "standalone"):
         file = ROOT / f"build/manifests/{overlay}.yaml"
@@ -205,15 +245,11 @@ def place_manifests(make: Make) -> None:
 
 
 def main(name: str) -> None:
-    """Make a target's environments, and run its command."""
+    """Make a target's environments, and run its commands."""
     os.chdir(ROOT)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the command below, and this process
     make = Make(os.environ.get("MAKEFLAGS", ""), dict(os.environ))
-    if name == "manifests":
-        place_manifests(make)
-        return
     target = TARGETS[name]
-    make.require_known(name, target)
     installer = [f"--{key.lower()}={make.get(key)}" for key in ("FLAVOUR", "INSTALLER")]
     make.call(sys.executable, "images/installer", *installer, *make.environments(name))
     if name == "run" and make.pretrained and not (ROOT / make.get("MODEL")).exists():
@@ -223,8 +259,13 @@ def main(name: str) -> None:
         file = next(ROOT.glob(pattern), Path(pattern))
         options = ("--recipe", make.pretrained, "--output", make.get("MODEL"))
         make.call(BIN / "lathe", "import", file, *options)
+    if name == "manifests" and (make.get("RECIPE") or make.overrides):
+        place_manifests(make)
     make.call(BIN / "python", "-m", target.command[0], *make.arguments(target), is_last=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "check":  # make's variables, as in MAKEFLAGS, and its targets
+        require_known(Make(sys.argv[2], {}), sys.argv[3:])
+    else:
+        main(sys.argv[1])

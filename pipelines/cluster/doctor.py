@@ -54,7 +54,6 @@ from pipelines.cluster.server import (
 from pipelines.cluster.submit import (
     Root,
     choose_variant,
-    takes_machines,
     with_machines,
     with_store,
 )
@@ -62,6 +61,7 @@ from pipelines.commands.arguments import (
     error_messages,
     recipe_names,
     takes_arguments,
+    takes_machines,
     wide_console,
 )
 from pipelines.commands.inputs import STORE_SECONDS, within

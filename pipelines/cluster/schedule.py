@@ -25,8 +25,8 @@ from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from pipelines.cluster.follow import ENDED
 from pipelines.cluster.server import HELP, Client, answers, connect, find, pages
-from pipelines.cluster.submit import Root, Strict, Submission, Tried, prepare, takes_machines
-from pipelines.commands.arguments import Pipeline, error_messages, takes_arguments
+from pipelines.cluster.submit import Root, Strict, Submission, Tried, prepare
+from pipelines.commands.arguments import Pipeline, error_messages, takes_arguments, takes_machines
 
 PAGE = 100
 SCHEDULED = ("kubeflow.org", "v1beta1", "scheduledworkflows")

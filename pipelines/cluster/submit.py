@@ -5,10 +5,8 @@
 The environment configures the server: see --help.
 """
 
-import functools
-import inspect
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -33,10 +31,14 @@ from pipelines.cluster.follow import Logs, follow_to_end
 from pipelines.cluster.preflight import Preflight, image_checks
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, LOCAL_UI, TO_UI, Client, answers, find
-from pipelines.commands.arguments import error_messages, recipe_names, takes_arguments
+from pipelines.commands.arguments import (
+    error_messages,
+    recipe_names,
+    takes_arguments,
+    takes_machines,
+)
 from pipelines.compiler.compile import (
     FUNCTIONS,
-    MACHINES,
     REPOSITORY,
     build,
     code_digest,
@@ -75,33 +77,6 @@ Tried = Annotated[
 Followed = Annotated[
     bool, typer.Option("--follow", help="Wait for the run, and exit with its status.")
 ]
-
-
-def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
-    """Add an option for each of `MACHINES` to a command `function(pipeline, arguments, **own)`,
-    which gets those that were given among the arguments."""
-
-    @functools.wraps(function)
-    def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
-        machines = {key: options.pop(key) for key in MACHINES}
-        machines = {key: value for key, value in machines.items() if value is not None}
-        function(pipeline, arguments | machines, **options)
-
-    def parameter(name: str) -> inspect.Parameter:
-        default, help = MACHINES[name]
-        return inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[type(default) | None, typer.Option(help=help)],
-        )
-
-    first, second, *extra = inspect.signature(function).parameters.values()
-    extra = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in extra]
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [first, second, *map(parameter, MACHINES), *extra]
-    )
-    return command
 
 
 def with_store(arguments: dict[str, Any], root: str) -> tuple[dict[str, Any], str]:

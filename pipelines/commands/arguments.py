@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lathe_base.checks import Finding
 from lathe_base.errors import EXPECTED_ERRORS, Code, UserError, coded, explain
-from pipelines.compiler.compile import ENGINE, FUNCTIONS, built, defaults, takes_chats
+from pipelines.compiler.compile import ENGINE, FUNCTIONS, MACHINES, built, defaults, takes_chats
 
 SHARDS = "Launch.shards"
 WEIGHT_BITS = "Compress.Quantization.weight_bits"
@@ -58,6 +58,16 @@ Tasks = Annotated[
 Overrides = Annotated[
     list[str], typer.Option("-o", "--override", help="Group.key=value; may be repeated.")
 ]
+MACHINE_OPTIONS = [
+    inspect.Parameter(
+        key,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[type(default) | None, typer.Option(help=text)],
+    )
+    for key, (default, text) in MACHINES.items()
+]
+"""Parameters of a command with an option for each of `MACHINES`; None unless it is given."""
 
 
 def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
@@ -114,6 +124,28 @@ def takes_arguments(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def takes_machines(function: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each of `MACHINES` to a command `function(pipeline, arguments, **own)`,
+    which gets those that were given among the arguments."""
+
+    @functools.wraps(function)
+    def command(pipeline: str, arguments: dict[str, Any], **options: Any) -> None:
+        function(pipeline, arguments | given_machines(options), **options)
+
+    first, second, *extra = inspect.signature(function).parameters.values()
+    extra = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in extra]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [first, second, *MACHINE_OPTIONS, *extra]
+    )
+    return command
+
+
+def given_machines(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove those of `MACHINES` from a command's options; returns the ones that were given."""
+    machines = {key: options.pop(key) for key in MACHINES}
+    return {key: value for key, value in machines.items() if value is not None}
 
 
 def wrong_names(name: str, arguments: dict[str, Any]) -> Iterator[Finding]:

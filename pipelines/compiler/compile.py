@@ -1,14 +1,9 @@
-"""Compile the pipelines, and look into the result: images, graph, digest.
-
-`python -m pipelines.compiler.compile [FOLDER] [--code]` writes every pipeline's IR YAML. `--code`
-makes the code in the images part of cache keys, for images that are named by a tag.
-"""
+"""Compile the pipelines, and look into the result: images, graph, digest."""
 
 import copy
 import functools
 import inspect
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -118,7 +113,9 @@ def _traceable(name: str, variant: Variant, **defaults: object) -> Callable[...,
         parameters = [p for p in parameters if p.name not in CHAT_ARGUMENTS]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     added = [
-        inspect.Parameter(key, kind, default=default, annotation=type(default))
+        inspect.Parameter(
+            key, kind, default=variant.machines.get(key, default), annotation=type(default)
+        )
         for key, (default, _) in MACHINES.items()
     ]
     signature = inspect.Signature([*parameters, *added])
@@ -223,16 +220,12 @@ def built(name: str, has_chats: bool = False) -> GraphComponent:
     return build(name, Variant(has_chats=has_chats))
 
 
-def write(folder: Path, code: str = "") -> list[Path]:
-    """Compile each pipeline to `<folder>/<name>.yaml`.
-
-    Args:
-        code: see `Variant`.
-    """
+def write(folder: Path, variant: Variant = Variant()) -> list[Path]:  # noqa: B008
+    """Compile each pipeline to `<folder>/<name>.yaml`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.yaml" for name in FUNCTIONS]
     for path in paths:
-        pipeline = build(path.stem, Variant(code=code)) if code else built(path.stem)
+        pipeline = built(path.stem) if variant == Variant() else build(path.stem, variant)
         compiler.Compiler().compile(pipeline, str(path))
     return paths
 
@@ -316,10 +309,3 @@ def code_digest(root: Path = REPOSITORY) -> str:
     # The lock files stand for the installed packages.
     files += sorted(root.glob("images/*/*.lock"))
     return digest(json.dumps([[path.relative_to(root).as_posix(), sha256(path)] for path in files]))
-
-
-if __name__ == "__main__":
-    arguments = [argument for argument in sys.argv[1:] if argument != "--code"]
-    code = code_digest() if "--code" in sys.argv else ""
-    for written in write(Path(*arguments or ["build"]), code):
-        print(written)

@@ -1,4 +1,4 @@
-"""Write the pipelines as Kubernetes objects: `python -m pipelines.compiler.objects FILE VERSION`.
+"""Write the pipelines as Kubernetes objects.
 
 Where Kubeflow Pipelines stores its definitions in the Kubernetes API, a GitOps controller can apply
 these objects from a repository instead of `make submit`. Their namespace is LATHE_KFP_NAMESPACE, or
@@ -7,7 +7,6 @@ these objects from a repository instead of `make submit`. Their namespace is LAT
 
 import inspect
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ import yaml
 from kfp import compiler
 
 from lathe_base.storage import atomic_file
-from pipelines.compiler.compile import FUNCTIONS, build, code_digest, with_own_digest
+from pipelines.compiler.compile import FUNCTIONS, build, with_own_digest
 from pipelines.steps.resources import Variant
 
 NAMESPACE = os.environ.get("LATHE_KFP_NAMESPACE") or "lathe"
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
 
 
-def write(path: Path, version: str) -> None:
+def write(path: Path, version: str, variant: Variant) -> None:
     """Write a Pipeline `lathe-<name>` and a PipelineVersion `lathe-<name>-<version>` for each
     pipeline to one YAML file.
 
@@ -33,10 +32,11 @@ def write(path: Path, version: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as work, work.open("w", encoding="utf-8") as file:
-        yaml.safe_dump_all((thing for name in FUNCTIONS for thing in _objects(name, version)), file)
+        things = (thing for name in FUNCTIONS for thing in _objects(name, version, variant))
+        yaml.safe_dump_all(things, file)
 
 
-def _objects(name: str, version: str) -> list[dict[str, Any]]:
+def _objects(name: str, version: str, variant: Variant) -> list[dict[str, Any]]:
     options = compiler.KubernetesManifestOptions(
         pipeline_name=f"lathe-{name}",
         pipeline_version_name=f"lathe-{name}-{version}",
@@ -46,7 +46,7 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
     )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         compiler.Compiler().compile(
-            with_own_digest(name, build(name, Variant(code=code_digest()))),
+            with_own_digest(name, build(name, variant)),
             file.name,
             kubernetes_manifest_format=True,
             kubernetes_manifest_options=options,
@@ -56,7 +56,3 @@ def _objects(name: str, version: str) -> list[dict[str, Any]]:
         thing["metadata"]["labels"] = LABELS
         thing["spec"]["description"] = (inspect.getdoc(FUNCTIONS[name]) or "").partition("\n")[0]
     return objects
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), sys.argv[2])

@@ -68,6 +68,8 @@ class Variant:
         shards: number of shards in which the corpus is tokenized, one step each.
         finished: outputs of the steps that an earlier run finished; they are reused.
         has_chats: whether the run's text is conversations, on which it finetunes its model.
+        machines: defaults of those parameters of its runs that say what they request; the others
+            keep those of `pipelines.compiler.compile.MACHINES`.
     """
 
     placement: Placements = field(default_factory=Placements)
@@ -78,6 +80,7 @@ class Variant:
     shards: int = 1
     finished: Mapping[str, Outputs] = field(default_factory=dict)
     has_chats: bool = False
+    machines: Mapping[str, Any] = field(default_factory=dict)
 
 
 def place(

@@ -15,6 +15,7 @@ from components.machines import requests
 from lathe_base.config.settings import LaunchSettings
 from pipelines.compiler import objects as pipeline_objects
 from pipelines.compiler.compile import FUNCTIONS, built
+from pipelines.steps.resources import Variant
 from tests.support import quick_kfp  # noqa: F401
 from tests.support.crds import CRDS, validator
 from tests.support.rendered import MANIFESTS, Object, named, of_kind, pods, variant
@@ -64,7 +65,7 @@ def test_operators_kinds(objects: list[Object]) -> None:
 @pytest.mark.shared
 @pytest.mark.slow
 def test_the_pipelines_as_objects(tmp_path: Path) -> None:
-    pipeline_objects.write(tmp_path / "pipelines.yaml", "1a2b3c4")
+    pipeline_objects.write(tmp_path / "pipelines.yaml", "1a2b3c4", Variant())
     written = list(
         yaml.load_all((tmp_path / "pipelines.yaml").read_text(), Loader=yaml.CSafeLoader)
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.make import ALL, ENVIRONMENT, TARGETS
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
@@ -162,6 +164,15 @@ def test_help_lists_every_target_of_the_front_door():
         ("run", "GPUS=8", "it is one of make submit, schedule, doctor"),
         ("resume", "FORCED=1", "did you mean FORCE=?"),
         ("runs", "X=1", "it has LIMIT"),
+        ("compile", "GPU=0", "did you mean GPUS=?"),
+        ("manifests", "NODE=2", "did you mean NODES=?"),
+        ("images", "IMAGE=serve", "did you mean IMAGES=?"),
+        ("push", "REGISTRI=r", "did you mean REGISTRY=?"),
+        ("test-cluster", "GPU=1", "did you mean GPUS=?"),
+        ("soak", "SECOND=9", "did you mean SECONDS=?"),
+        ("client", "PROMT=x", "did you mean PROMPT=?"),
+        ("sbom", "IMAGES=serve", "it is one of make images, push"),
+        ("lint", "X=1", "it has none"),
     ],
 )
 def test_an_unknown_variable_is_refused_by_the_nearest_name(target, variable, hint):
@@ -169,10 +180,61 @@ def test_an_unknown_variable_is_refused_by_the_nearest_name(target, variable, hi
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     name = variable.partition("=")[0]
     assert (
-        made.returncode
+        made.returncode == 2
         and f"error[unknown-key]: make {target} has no variable {name}\n" in made.stderr
     )
     assert f"  hint: {hint}" in made.stderr and "-m pipelines." not in made.stdout
+
+
+def test_the_table_has_every_target_and_the_variables_that_the_makefile_reads():
+    makefile = (ROOT / "Makefile").read_text()
+    assert ALL.keys() == {*re.findall(r"^([a-z-]+):.*## ", makefile, re.M)}
+    definitions = dict(re.findall(r"^(\w+) +:?= *(.*(?:\\\n.*)*)", makefile, re.M))
+    definitions |= dict(re.findall(r"^define (\w+)\n(.*?)^endef", makefile, re.M | re.S))
+
+    def read(text: str) -> set[str]:
+        names = {*re.findall(r"\$\((?:value |call )?(\w+)\b", text)}
+        names |= {*re.findall(r"\$\(call option,[^,]*,(\w+)", text)}
+        inner = [read(definitions[name]) for name in names if name in definitions]
+        return names.union(*inner) - definitions.keys()
+
+    rules = re.findall(r"^([a-z-]+):(.*)## .*\n((?:\t.*\n)*)", makefile, re.M)
+    for name, needs, recipe in rules:
+        if name not in TARGETS:
+            needed = {variable for need in needs.split() for variable in ALL[need].variables}
+            found, listed = (
+                {v for v in variables if v.isupper() and not v.startswith(ENVIRONMENT)}
+                for variables in (read(recipe) | needed, ALL[name].variables)
+            )
+            assert found == listed, name
+
+
+def test_a_variable_of_one_of_several_targets():
+    command = ["make", "--dry-run", "env", "client", "PROMPT=Once"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def test_overrides_are_for_targets_that_take_them():
+    command = ["make", "--dry-run", "client", "--", "-o", "Global.seed=1"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 2
+    assert "make client has no overrides such as Global.seed=1" in made.stderr
+    made = subprocess.run(
+        ["make", "--dry-run", "manifests", "--", "-o", "Launch.run_as_user=null"],
+        **{"cwd": ROOT, "capture_output": True, "text": True, "check": True},
+    )
+    assert "placement base -o Launch.run_as_user=null" in made.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [("compile", ["yaml", "build"]), ("manifests", ["objects", "build/manifests/pipelines.yaml"])],
+)
+def test_compiled_pipelines_take_the_defaults_of_their_runs(target, command):
+    words = dry_run("GPUS=0", "NODE_POOL=a100", "NOTIFY=1", target=target)
+    assert words[2:] == [
+        *("pipelines.commands.compile", *command, "--gpus", "0", "--node-pool", "a100", "--notify")
+    ]
 
 
 def test_variables_of_the_environment_are_not_of_a_target():

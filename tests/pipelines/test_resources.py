@@ -3,14 +3,19 @@
 import functools
 
 import pytest
+import yaml
 from google.protobuf import json_format
 from kfp.kubernetes import kubernetes_executor_config_pb2
 from kfp.pipeline_spec import pipeline_spec_pb2
+from typer.testing import CliRunner
 
 from components.images import PADDLE, TRAIN
 from components.machines import Pool, gpu_cores
 from components.plan import plan
 from components.step import NAMES, component
+from pipelines.commands.compile import app
+from pipelines.compiler import compile as compile_module
+from pipelines.compiler import objects
 from pipelines.compiler.compile import FUNCTIONS, MACHINES
 from pipelines.steps.resources import Variant
 from tests.support.compiled import all_tasks, compiled, pods, tolerations
@@ -91,6 +96,35 @@ def test_every_run_has_the_machines_as_described_parameters(name):
         "notify": False,
     }
     assert load(name, "torch")[0]["pipelineInfo"]["description"]
+
+
+@pytest.mark.parametrize("kind", ["yaml", "objects"])
+def test_a_compiled_file_may_have_other_machines_as_defaults(kind, tmp_path, monkeypatch):
+    """As `make compile` and `make manifests` pass them on."""
+    monkeypatch.setattr(compile_module, "FUNCTIONS", {"prune": FUNCTIONS["prune"]})
+    monkeypatch.setattr(objects, "FUNCTIONS", {"prune": FUNCTIONS["prune"]})
+    target = tmp_path if kind == "yaml" else tmp_path / "pipelines.yaml"
+    options = ["--gpus", "0", "--nodes", "2", "--node-pool", "a100", "--queue", "research"]
+    done = CliRunner().invoke(app, [kind, str(target), *options, "--notify"])
+    assert done.exit_code == 0, done.output
+    if kind == "yaml":
+        spec = next(yaml.safe_load_all((tmp_path / "prune.yaml").read_text()))
+    else:
+        things = list(yaml.safe_load_all(target.read_text()))
+        (spec,) = (o["spec"]["pipelineSpec"] for o in things if o["kind"] == "PipelineVersion")
+    parameters = spec["root"]["inputDefinitions"]["parameters"]
+    assert {key: parameters[key]["defaultValue"] for key in MACHINES} == {
+        **{"gpus": 0, "nodes": 2, "cpus": 0, "memory": "", "node_pool": "a100"},
+        **{"queue": "research", "notify": True},
+    }
+
+
+@pytest.mark.parametrize("kind", ["yaml", "objects"])
+@pytest.mark.parametrize("option", [("--gpus", "-1"), ("--nodes", "0"), ("--memory", "lots")])
+def test_invalid_defaults_are_refused_before_anything_is_written(kind, option, tmp_path):
+    done = CliRunner().invoke(app, [kind, str(tmp_path / "new"), *option])
+    assert done.exit_code == 2 and "error[invalid-value]" in done.output
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("engine", VARIANTS)
