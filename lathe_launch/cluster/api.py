@@ -34,7 +34,7 @@ log = logging.getLogger("lathe")
 
 GROUP, VERSION = "trainer.kubeflow.org", "v1alpha1"
 TRAINJOBS = (GROUP, VERSION, "trainjobs")
-RUNTIMES = "clustertrainingruntimes"
+RUNTIMES = (GROUP, VERSION, "trainingruntimes")
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
 WORKFLOWS = ("argoproj.io", "v1alpha1", "workflows")
 LABELS = {"app.kubernetes.io/name": "lathe", "app.kubernetes.io/part-of": "lathe"}
@@ -113,9 +113,8 @@ class Cluster:
         self.ask(deleting, *arguments, propagation_policy="Background", unless=404)
 
     def runtime(self, name: str) -> Any:
-        """The ClusterTrainingRuntime of this name, or None."""
-        getting = client.CustomObjectsApi(self.api).get_cluster_custom_object
-        return self.ask(getting, GROUP, VERSION, RUNTIMES, name, unless=404)
+        """The namespace's TrainingRuntime of this name, or None."""
+        return self.get(RUNTIMES, name)
 
     def _place(self, kind: Kind) -> tuple[str, str, str, str]:
         group, version, plural = kind

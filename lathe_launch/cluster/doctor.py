@@ -36,7 +36,7 @@ TIMEOUT = (10, 10)
 """Seconds to connect, and between two bytes of an answer."""
 RIGHTS: dict[tuple[str, str, str], tuple[str, ...]] = {
     (GROUP, "trainjobs", ""): ("create", "get", "list", "patch", "delete"),
-    (GROUP, RUNTIMES, ""): ("get",),
+    (GROUP, RUNTIMES[-1], ""): ("get",),
     ("jobset.x-k8s.io", "jobsets", ""): ("get",),
     ("kueue.x-k8s.io", "workloads", ""): ("list",),
     ("argoproj.io", "workflowtaskresults", ""): ("create", "patch"),

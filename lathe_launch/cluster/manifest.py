@@ -135,7 +135,7 @@ def build(
 
     Args:
         failures: number of earlier attempts that failed.
-        runtime: the ClusterTrainingRuntime, whose tolerations the pods keep.
+        runtime: the TrainingRuntime, whose tolerations the pods keep.
 
     Raises:
         UserError: `priority` without a `queue`.
@@ -164,7 +164,10 @@ def build(
             ],
         ),
         spec=m.TrainerV1alpha1TrainJobSpec(
-            runtime_ref=m.TrainerV1alpha1RuntimeRef(name=runtime_name(settings)),
+            # Of the namespace, so that two installations do not share one.
+            runtime_ref=m.TrainerV1alpha1RuntimeRef(
+                api_group=GROUP, kind="TrainingRuntime", name=runtime_name(settings)
+            ),
             # A launcher that was killed cannot end it at its deadline.
             active_deadline_seconds=max(1, int((deadline - datetime.now(UTC)).total_seconds())),
             trainer=m.TrainerV1alpha1Trainer(
@@ -182,7 +185,7 @@ def build(
 
 
 def runtime_name(settings: LaunchSettings) -> str:
-    """Name of the ClusterTrainingRuntime."""
+    """Name of the TrainingRuntime."""
     return settings.runtime or RUNTIME
 
 

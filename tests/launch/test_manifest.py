@@ -51,7 +51,10 @@ def test_the_manifest(in_pod: FakeKubernetes, monkeypatch: pytest.MonkeyPatch) -
     }
     assert job["metadata"]["ownerReferences"][0]["name"] == "step-1"
     assert job["spec"]["activeDeadlineSeconds"] in range(240 * 3600 - 60, 240 * 3600 + 1)
-    assert job["spec"]["runtimeRef"]["name"] == "lathe-torch"
+    assert job["spec"]["runtimeRef"] == {
+        **{"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime"},
+        "name": "lathe-torch",
+    }
     work = job["spec"]["trainer"]
     assert work["image"] == "lathe-train:1"
     assert "command" not in work and work["args"] == COMMAND

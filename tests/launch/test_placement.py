@@ -58,7 +58,7 @@ def runtime(server: FakeKubernetes, **pod: Any) -> None:
     made = yaml.safe_load((MANIFESTS / "base" / "runtimes" / "torch.yaml").read_text())
     (job,) = made["spec"]["template"]["spec"]["replicatedJobs"]
     job["template"]["spec"]["template"]["spec"] |= pod
-    server.create(RUNTIMES, made, "")
+    server.create(RUNTIMES, made)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -138,7 +138,7 @@ def test_a_reserved_node_label_is_reported(
 def test_a_runtime_that_may_not_be_read(
     in_pod: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    in_pod.denied.add(("get", "clustertrainingruntimes"))
+    in_pod.denied.add(("get", "trainingruntimes"))
     trainer = play(in_pod, succeed)
     launch()
     assert len(trainer.created) == 1

@@ -33,7 +33,7 @@ SUBMIT = {
 EXPECTED = {
     "lathe-pipeline": {
         *((TRAINER, "trainjobs", verb) for verb in TRAINJOBS),
-        (TRAINER, "clustertrainingruntimes", "get"),
+        (TRAINER, "trainingruntimes", "get"),
         *(("", kind, "list") for kind in ("resourcequotas", "nodes")),
         ("jobset.x-k8s.io", "jobsets", "get"),
         *(("argoproj.io", "workflowtaskresults", verb) for verb in ("create", "patch")),

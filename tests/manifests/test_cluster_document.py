@@ -114,7 +114,10 @@ def test_service_accounts_and_their_permissions(production: list[Object]) -> Non
     rows = {name.strip("`"): rest for name, *rest in table("| account |")}
     accounts = applied(production, "ServiceAccount")
     assert set(rows) == set(accounts) | {"lathe-train", "default-editor"}  # of a component
-    roles, cluster_roles = applied(production, "Role"), applied(production, "ClusterRole")
+    roles = applied(production, "Role")
+    (cluster_role,) = applied(production, "ClusterRole").values()
+    (binding,) = applied(production, "ClusterRoleBinding").values()
+    cluster_roles = {subject["name"]: cluster_role for subject in binding["subjects"]}
     for name, (_, in_namespace, in_cluster) in rows.items():
         for role, cell in ((roles.get(name), in_namespace), (cluster_roles.get(name), in_cluster)):
             is_anothers = cell.startswith("those of") and role is None

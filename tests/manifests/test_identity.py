@@ -23,8 +23,8 @@ def test_pods_that_use_the_store_have_the_role(identified: list[Object]) -> None
     assert with_role == {"lathe-pipeline", "lathe-train", "lathe-serve"}
     owners = {pod.owner: pod.spec.get("serviceAccountName") for pod in pods(identified)}
     assert owners["Deployment/lathe-serve"] == "lathe-serve"
-    assert owners["ClusterTrainingRuntime/lathe-torch"] == "lathe-train"
-    assert owners["ClusterTrainingRuntime/lathe-paddle"] == "lathe-train"
+    assert owners["TrainingRuntime/lathe-torch"] == "lathe-train"
+    assert owners["TrainingRuntime/lathe-paddle"] == "lathe-train"
     assert accounts["lathe-train"]["automountServiceAccountToken"] is False
 
 

@@ -232,7 +232,7 @@ def test_pods_with_a_workload_identity_reach_its_agent(
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_documented_patch_adds_a_range_of_the_api_server(overlay: str, tmp_path: Path) -> None:
-    """Of `docs/how-to/cluster-network.md`."""
+    """The one in `docs/how-to/cluster-network.md`."""
     document = (ROOT / "docs/how-to/cluster-network.md").read_text()
     section = document.partition("## Public IPv6 addresses")[2]
     patches = yaml.safe_load(section.partition("```yaml\n")[2].partition("```")[0])

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from tests.support.rendered import Object, named, of_kind, variant
+from tests.support.rendered import Object, find_namespace, named, of_kind, variant
 
 
 def job(runtime: Object) -> Object:
@@ -16,10 +16,10 @@ def job(runtime: Object) -> Object:
 
 
 def test_one_failure_ends_the_trainjob(objects: list[Object]) -> None:
-    runtimes = of_kind(objects, "ClusterTrainingRuntime")
+    runtimes = of_kind(objects, "TrainingRuntime")
     assert {o["metadata"]["name"] for o in runtimes} == {"lathe-torch", "lathe-paddle"}
     for runtime in runtimes:
-        assert "namespace" not in runtime["metadata"]
+        assert runtime["metadata"]["namespace"] == find_namespace(objects)
         assert runtime["spec"]["mlPolicy"] == {"numNodes": 1, "torch": {}}
         assert runtime["spec"]["template"]["spec"]["failurePolicy"] == {"maxRestarts": 0}
         template = job(runtime)
@@ -33,8 +33,7 @@ def test_one_failure_ends_the_trainjob(objects: list[Object]) -> None:
 
 def test_both_runtimes_have_the_same_pods(production: list[Object]) -> None:
     torch, paddle = (
-        job(named(production, "ClusterTrainingRuntime", name))
-        for name in ("lathe-torch", "lathe-paddle")
+        job(named(production, "TrainingRuntime", name)) for name in ("lathe-torch", "lathe-paddle")
     )
     theirs = json.loads(json.dumps(paddle))
     container = theirs["spec"]["template"]["spec"]["containers"][0]
@@ -46,7 +45,7 @@ def test_both_runtimes_have_the_same_pods(production: list[Object]) -> None:
 
 def test_the_store_reaches_the_workers(production: list[Object]) -> None:
     """The variables are named as in `lathe_base.storage`."""
-    runtime = named(production, "ClusterTrainingRuntime", "lathe-torch")
+    runtime = named(production, "TrainingRuntime", "lathe-torch")
     (container,) = job(runtime)["spec"]["template"]["spec"]["containers"]
     given = [variable for variable in container["env"] if "valueFrom" in variable]
     references = {v["name"]: next(iter(v["valueFrom"].values())) for v in given}
@@ -79,22 +78,20 @@ def test_gpu_pool_is_one_patch(
         {"key": key, "operator": "Exists", "effect": "NoSchedule"}
         for key in ("lathe/node-pool", "nvidia.com/gpu")
     ]
-    for runtime in of_kind(production, "ClusterTrainingRuntime"):
+    for runtime in of_kind(production, "TrainingRuntime"):
         pod = job(runtime)["spec"]["template"]["spec"]
         assert (pod["nodeSelector"], pod["tolerations"]) == (pool, tolerations)
-    for runtime in of_kind(variant("kind", tmp_path_factory), "ClusterTrainingRuntime"):
+    for runtime in of_kind(variant("kind", tmp_path_factory), "TrainingRuntime"):
         assert not {"nodeSelector", "tolerations"} & set(job(runtime)["spec"]["template"]["spec"])
 
 
 def test_gang_scheduling_is_an_option(
     production: list[Object], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    together = of_kind(
-        variant("production+gang-scheduling", tmp_path_factory), "ClusterTrainingRuntime"
-    )
+    together = of_kind(variant("production+gang-scheduling", tmp_path_factory), "TrainingRuntime")
     for runtime in together:
         assert "coscheduling" in runtime["spec"]["podGroupPolicy"]
         scheduler = job(runtime)["spec"]["template"]["spec"]["schedulerName"]
         assert scheduler == "scheduler-plugins-scheduler"
-    for runtime in of_kind(production, "ClusterTrainingRuntime"):
+    for runtime in of_kind(production, "TrainingRuntime"):
         assert "podGroupPolicy" not in runtime["spec"]

@@ -89,7 +89,7 @@ def test_objects_that_steps_refer_to_are_applied(production: list[Object]) -> No
     shapes = list(yaml.safe_load_all((MANIFESTS / "secrets.example.yaml").read_text()))
     keys = {o["metadata"]["name"]: set(o["stringData"]) for o in shapes}
     maps = {o["metadata"]["name"]: set(o["data"]) for o in of_kind(production, "ConfigMap")}
-    pod = next(p.spec for p in pods(production) if p.owner == "ClusterTrainingRuntime/lathe-torch")
+    pod = next(p.spec for p in pods(production) if p.owner == "TrainingRuntime/lathe-torch")
     for pipeline in map(built, FUNCTIONS):
         platforms = pipeline.platform_spec.platforms["kubernetes"]
         executors = json_format.MessageToDict(platforms)["deploymentSpec"]["executors"]
@@ -107,7 +107,7 @@ def test_objects_that_steps_refer_to_are_applied(production: list[Object]) -> No
 
 @pytest.mark.shared
 @pytest.mark.parametrize(
-    "kind, name", [("ClusterTrainingRuntime", "lathe-torch"), ("Service", "lathe-serve")]
+    "kind, name", [("TrainingRuntime", "lathe-torch"), ("Service", "lathe-serve")]
 )
 def test_unknown_fields_are_refused(
     kind: str, name: str, tmp_path_factory: pytest.TempPathFactory

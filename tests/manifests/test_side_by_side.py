@@ -1,6 +1,7 @@
 """Beside others: a second installation, and the policies of Kubeflow's community distribution."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,18 +9,17 @@ import yaml
 
 from tests.manifests.test_network import TRAIN, TRAINER
 from tests.support.rendered import (
+    COMPONENTS,
     MANIFESTS,
     OVERLAYS,
     Object,
     matches,
     named,
     of_kind,
+    pods,
     text,
     variant,
 )
-
-SHARED = {"ClusterRole", "ClusterTrainingRuntime", "PriorityClass", "ResourceFlavor"}
-"""Kinds without a namespace that are the same in every installation."""
 
 
 def identity(thing: Object) -> tuple[str, str, str]:
@@ -27,34 +27,52 @@ def identity(thing: Object) -> tuple[str, str, str]:
     return thing["kind"], metadata.get("namespace", ""), metadata["name"]
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_two_installations_share_nothing_that_differs(overlay: str, tmp_path: Path) -> None:
+def installation(folder: Path, overlay: str, namespace: str, *components: str) -> list[Object]:
+    """Objects of an overlay in another namespace, set as the documentation says."""
+    shutil.copytree(MANIFESTS, folder / namespace)
+    place = folder / namespace / "overlays" / overlay
+    file = place / "namespace" / "kustomization.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"namespace": namespace}))
+    file = place / "kustomization.yaml"
+    kustomization = yaml.safe_load(file.read_text())
+    known = kustomization["components"]
+    added = [f"../../components/{name}" for name in components]
+    last = known.index("namespace")
+    known[last:last] = [path for path in added if path not in known]
+    file.write_text(yaml.safe_dump(kustomization))
+    return list(yaml.safe_load_all(text(place)))
+
+
+@pytest.mark.parametrize(
+    "overlays", [*((one, one) for one in OVERLAYS), ("production", "kind")], ids="+".join
+)
+@pytest.mark.parametrize("components", [("kueue",), COMPONENTS], ids=["kueue", "all"])
+def test_two_installations_share_no_object(
+    overlays: tuple[str, str], components: Sequence[str], tmp_path: Path
+) -> None:
     rendered = []
-    for namespace in ("team-a", "team-b"):
-        shutil.copytree(MANIFESTS, tmp_path / namespace)
-        folder = tmp_path / namespace / "overlays" / overlay
-        place = folder / "namespace" / "kustomization.yaml"
-        place.write_text(
-            yaml.safe_dump(yaml.safe_load(place.read_text()) | {"namespace": namespace})
-        )
-        file = folder / "kustomization.yaml"
-        kustomization = yaml.safe_load(file.read_text())
-        kustomization["components"].insert(0, "../../components/kueue")
-        file.write_text(yaml.safe_dump(kustomization))
-        objects = list(yaml.safe_load_all(text(folder)))
-        rendered.append({identity(thing): thing for thing in objects})
+    for overlay, namespace in zip(overlays, ("team-a", "team-b"), strict=True):
+        objects = installation(tmp_path, overlay, namespace, *components)
+        rendered.append({identity(thing) for thing in objects})
+        assert {place for _, place, _ in rendered[-1]} <= {"", namespace, TRAINER.namespace}
+        for thing in objects:
+            metadata = thing["metadata"]
+            if metadata.get("namespace", "") != namespace and thing["kind"] != "Namespace":
+                assert metadata["name"].endswith(f"-{namespace}"), identity(thing)
         queue = named(objects, "ClusterQueue", f"lathe-{namespace}")
         labels = queue["spec"]["namespaceSelector"]["matchLabels"]
         assert labels == {"kubernetes.io/metadata.name": namespace}
         assert named(objects, "LocalQueue", "lathe")["spec"]["clusterQueue"] == f"lathe-{namespace}"
+        (group,) = queue["spec"]["resourceGroups"]
+        flavors = {one["metadata"]["name"] for one in of_kind(objects, "ResourceFlavor")}
+        assert {flavor["name"] for flavor in group["flavors"]} == flavors
         for binding in of_kind(objects, "RoleBinding", "ClusterRoleBinding"):
             assert {subject["namespace"] for subject in binding["subjects"]} == {namespace}
-        spaces = {place for _, place, _ in rendered[-1]}
-        assert spaces <= {"", namespace}
+        classes = {one["metadata"]["name"] for one in of_kind(objects, "PriorityClass")}
+        used = {pod.spec.get("priorityClassName") for pod in pods(objects)} - {None}
+        assert used == classes and bool(classes) == (overlay == "production")
     first, second = rendered
-    both = set(first) & set(second)
-    assert {kind for kind, _, _ in both} <= SHARED
-    assert all(first[key] == second[key] for key in both)
+    assert first & second == set()
 
 
 @pytest.mark.parametrize("overlay", ["kind", "production"])
@@ -75,12 +93,12 @@ def test_workers_reach_trainers_status_server(
 ) -> None:
     """The distribution's own policy opens its port 9443 only."""
     objects = variant(f"{overlay}+community-distribution", tmp_path_factory)
-    policy = named(objects, "NetworkPolicy", "lathe-trainer-status")
+    policy = named(objects, "NetworkPolicy", "lathe-trainer-status-lathe")
     assert policy["metadata"]["namespace"] == TRAINER.namespace
     assert matches(policy["spec"]["podSelector"], TRAINER.labels)
     (rule,) = policy["spec"]["ingress"]
     (peer,) = rule["from"]
-    space = named(objects, "Namespace", "lathe")["metadata"]["labels"]
+    space = {"kubernetes.io/metadata.name": "lathe"}
     assert matches(peer["namespaceSelector"], space) and matches(peer["podSelector"], TRAIN.labels)
     assert rule["ports"] == [{"port": 10443}]
 

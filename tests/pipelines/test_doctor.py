@@ -58,7 +58,7 @@ def cluster(kfp, s3, monkeypatch, tmp_path):
             server.create("configmaps", {"metadata": {"name": name}, "data": data})
         for runtime in ("torch", "paddle"):
             made = (ROOT / "manifests" / "base" / "runtimes" / f"{runtime}.yaml").read_text()
-            server.create(RUNTIMES, yaml.safe_load(made), "")
+            server.create(RUNTIMES, yaml.safe_load(made))
         labels = {"lathe/node-pool": "gpu"}
         node = {"metadata": {"name": "node-1", "labels": labels}, "spec": {}}
         server.create("nodes", node | {"status": {"allocatable": GIB64}}, "")
@@ -188,7 +188,7 @@ def test_operators_that_are_not_installed(kfp, cluster):
 @pytest.mark.slow
 def test_a_runtime_that_was_not_applied(kfp, cluster):
     play(cluster)
-    cluster.delete(RUNTIMES, "lathe-paddle", "")
+    cluster.delete(RUNTIMES, "lathe-paddle")
     result = doctor(kfp, "--gpus", "0", "--nodes", "2", "--engine", "paddle")
     assert result.exit_code == 1
     assert '"lathe-paddle" not found' in findings(result.output)["Trainer"][1]
@@ -392,9 +392,9 @@ def test_the_pod_is_like_that_of_a_step():
 
 
 def test_the_rights_asked_about_are_those_of_a_step():
-    objects = yaml.safe_load_all(
-        (ROOT / "manifests" / "base" / "access" / "pipeline.yaml").read_text()
-    )
+    access = ROOT / "manifests" / "base" / "access"
+    files = [access / "pipeline.yaml", access / "nodes.yaml"]
+    objects = [thing for file in files for thing in yaml.safe_load_all(file.read_text())]
     given = {
         (group, resource, name, verb)
         for role in objects

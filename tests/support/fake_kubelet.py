@@ -6,7 +6,7 @@ from contextlib import suppress
 from tests.support.fake_kubernetes import Controller, Event, FakeKubernetes, Object, Refused
 from tests.support.fake_trainer import TRAINJOBS, Pod, Script
 
-RUNTIMES = "clustertrainingruntimes.trainer.kubeflow.org"
+RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
 
 
 class Kubelet(Controller):
@@ -42,13 +42,14 @@ def trainer_webhook(server: FakeKubernetes) -> None:
     def admit(resource: str, body: Object) -> None:
         if resource != TRAINJOBS:
             return
-        name = body["spec"]["runtimeRef"]["name"]
-        if not server.list(RUNTIMES, fields=f"metadata.name={name}"):
+        reference = body["spec"]["runtimeRef"]
+        name, is_known = reference["name"], reference["kind"] == "TrainingRuntime"
+        if not (is_known and server.list(RUNTIMES, "lathe", fields=f"metadata.name={name}")):
             said = (
                 'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: '
                 f'spec.RuntimeRef: Invalid value: {{"name":"{name}"}}: '
-                f'ClusterTrainingRuntime.trainer.kubeflow.org "{name}" not found: specified '
-                "clusterTrainingRuntime must be created before the TrainJob is created"
+                f'TrainingRuntime.trainer.kubeflow.org "{name}" not found: specified '
+                "trainingRuntime must be created before the TrainJob is created"
             )
             raise Refused(403, "Forbidden", said)
 

@@ -72,7 +72,7 @@ def _rendered(name: str, folder: Path) -> str:
         above = Path(os.path.relpath(MANIFESTS, folder))
         names = kustomization.get("components", [])
         names += [f"../../components/{component}" for component in components]
-        last = ["namespace", "../../components/in-namespace"]
+        last = ["namespace", "../../components/in-namespace", "priority"]
         names.sort(key=lambda name: last.index(name) if name in last else -1)
         kustomization |= {
             "resources": [_below(above, path) for path in kustomization["resources"]],

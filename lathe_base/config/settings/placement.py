@@ -356,7 +356,7 @@ class LaunchSettings(Placements):
     """Value of the node label `lathe/node-pool` that pods require; null allows any node.
     Overridden by `node_selector` or `affinity`."""
     runtime: KubernetesName | None = None
-    """Name of the ClusterTrainingRuntime; null means that of the training engine."""
+    """Name of the TrainingRuntime in the namespace; null means that of the training engine."""
     cpus_per_node: Annotated[int, Field(gt=0, le=2**16)] = 4
     """CPU cores per pod, as request and limit."""
     memory_per_node: Amount = "32Gi"
