@@ -202,13 +202,14 @@ class Pods:
 
 def usage_by_run(cluster: Cluster) -> dict[str, dict[str, Usage]]:
     """What the steps of all runs whose pods exist have used, as the pods' status says: run id ->
-    step -> all of its attempts.
+    step, in the order in which they began -> all of its attempts.
 
     Raises:
         UserError, StageError: the pods cannot be listed.
     """
     usage: dict[str, dict[str, Usage]] = {}
-    for pod in cluster.pods(f"{RUN},{STAGE}"):
+    pods = cluster.pods(f"{RUN},{STAGE}")
+    for pod in sorted(pods, key=lambda pod: pod.metadata.creation_timestamp):
         labels = pod.metadata.labels
         steps = usage.setdefault(labels[RUN], {})
         before = steps.get(labels[STAGE], Usage())

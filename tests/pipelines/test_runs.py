@@ -15,6 +15,7 @@ from lathe_base.storage import write_text
 from lathe_launch.usage import Usage
 from pipelines.cluster import follow, runs
 from pipelines.cluster.runs import _cluster_run, comparison_table
+from tests.support import fake_store
 from tests.support.fake_kfp import frame
 from tests.support.fake_kubernetes import FakeKubernetes
 
@@ -406,8 +407,14 @@ def test_a_step_that_failed_is_known_from_its_pods_or_from_pipelines(
     pod = {"metadata": {"name": "p", "labels": labels}, "status": status}
     with FakeKubernetes() as kubernetes:
         monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig(tmp_path)))
-        kubernetes.create("pods", pod | {"spec": {"containers": [{"name": "main"} | limits]}})
-        line = find_line(command("list", "--name", run).output, "│ pretrain")
+        spec = {"containers": [{"name": "main"} | limits]}
+        kubernetes.create("pods", pod | {"spec": spec})
+        later = {"name": "a", "labels": labels | {"lathe/stage": "evaluate"}}
+        monkeypatch.setattr(fake_store, "now", lambda: "2100-01-01T00:00:00Z")
+        kubernetes.create("pods", pod | {"spec": spec, "metadata": later})
+        table = command("list", "--name", run).output
+    line = find_line(table, "│ pretrain")
+    assert table.index("│ pretrain") < table.index("│ evaluate")  # as they began
     assert [c.strip() for c in line.split("│")[2:-1]] == ["2 min 00 s", "0.27"]
 
 
