@@ -2,8 +2,10 @@
 addresses with a password or a signature."""
 
 import logging
+import os
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,57 @@ import typer
 from typer.testing import CliRunner
 
 from lathe.cli import app
+from lathe_base.checks import Check, run_checks
 from lathe_base.errors import EXPECTED_ERRORS, explain
 from lathe_base.ports import free_port
-from pipelines.cluster import follow, resume, runs, schedule
+from lathe_base.storage import __main__ as storage
+from lathe_launch.cluster.doctor import check_store
+from pipelines.cluster import doctor, follow, resume, runs, schedule, submit
+from tests.support import fake_kfp
+from tests.support.compiled import build_once
+from tests.support.fake_kubernetes import FakeKubernetes
+from tests.support.loopback import LoopbackServer, QuietHandler
+from tests.support.tables import quick_only
 
 SECRET = "wJalrXUtnFEMIK7MDENG"
 BROKEN = f"{SECRET[:10]}\n{SECRET[10:]}"
 PARTS = (SECRET[:10], SECRET[10:], "AWS4-HMAC", "Bearer")
 
-ENVIRONMENTS = {
-    "AWS_SESSION_TOKEN": {"AWS_SESSION_TOKEN": BROKEN},
+KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+PROFILE = "[default]\naws_access_key_id = key\naws_secret_access_key = {}\n"
+CONTAINER = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
+IDENTITY = {"AWS_ROLE_ARN": "arn:aws:iam::1:role/lathe", "identity": SECRET}
+REFUSING = "http://127.0.0.1:PORT"
+"""Stands for a server that answers 403."""
+PLANTED = {
+    **{name: {name: BROKEN} for name in KEYS},
     "password": {"AWS_ENDPOINT_URL": f"http://user:{SECRET}@127.0.0.1:9"},
     "signature": {},
+    "LATHE_S3_SECRET_DIR": {"accesskey": "key", "secretkey": BROKEN},
+    "LATHE_S3_SECRET_DIR, token": {
+        **{"accesskey": "key", "secretkey": "other"},
+        "sessiontoken": BROKEN,
+    },
+    "a profile": {"credentials": PROFILE.format(BROKEN.replace("\n", "\n  "))},
+    "a profile without indentation": {"credentials": PROFILE.format(BROKEN)},
+    "a profile with a %": {"credentials": PROFILE.format(f"{SECRET[:10]}%{SECRET[10:]}")},
+    "a profile without a section": {"credentials": SECRET},
+    "a container's token": {
+        CONTAINER: "http://127.0.0.1:9/",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN": BROKEN,
+    },
+    "a container's address": {CONTAINER: f"http://user:{SECRET}@127.0.0.1:9/?token={SECRET}"},
+    "a web identity": IDENTITY | {"AWS_ENDPOINT_URL_STS": "http://127.0.0.1:9"},
+    "a web identity that is refused": IDENTITY | {"AWS_ENDPOINT_URL_STS": REFUSING},
+    "a container's address that refuses": {CONTAINER: f"{REFUSING}/?token={SECRET}"},
 }
+"""Environment variables (in capitals), and files with their variables in `FILES`."""
+FILES = {
+    **dict.fromkeys(("accesskey", "secretkey", "sessiontoken"), "LATHE_S3_SECRET_DIR"),
+    "credentials": "AWS_SHARED_CREDENTIALS_FILE",
+    "identity": "AWS_WEB_IDENTITY_TOKEN_FILE",
+}
+QUICK = ("AWS_SESSION_TOKEN", "password", "signature")
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -55,7 +95,8 @@ def said(command: Any, line: list[str], caplog: pytest.LogCaptureFixture) -> str
     text = result.output + caplog.text
     if isinstance(result.exception, EXPECTED_ERRORS):
         text += str(explain(result.exception))  # as `lathe.cli.main` does
-    elif result.exc_info and not isinstance(result.exception, SystemExit):
+    elif result.exception and not isinstance(result.exception, SystemExit):
+        assert result.exc_info
         text += "".join(traceback.format_exception(*result.exc_info))
     return text
 
@@ -64,26 +105,54 @@ def said(command: Any, line: list[str], caplog: pytest.LogCaptureFixture) -> str
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for name in os.environ:
+        if name.startswith(("AWS_", "LATHE_", "KFP_", "KUBE")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LATHE_NETWORK_PATIENCE", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other")
-    for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "LATHE_S3_SECRET_DIR"):
-        monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("planted", ENVIRONMENTS)
+class Refuse(QuietHandler):
+    def do_GET(self) -> None:
+        self.reply(status=403)
+
+    do_POST = do_GET
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[str]:
+    with LoopbackServer(Refuse) as server:
+        yield server.url
+
+
+@pytest.fixture
+def address(planted: str, refusing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Plant the secret; returns an address in the store."""
+    values = PLANTED[planted]
+    if not values.keys() & FILES.keys() and CONTAINER not in values:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other")
+    for name, value in values.items():
+        if name in FILES:
+            (tmp_path / name).write_text(value)
+            is_folder = FILES[name].endswith("DIR")
+            monkeypatch.setenv(FILES[name], str(tmp_path if is_folder else tmp_path / name))
+        else:
+            monkeypatch.setenv(name, value.replace(REFUSING, refusing))
+    if planted == "signature":
+        return f"http://127.0.0.1:{free_port()}/it?X-Amz-Signature={SECRET}"
+    return "s3://bucket/it"
+
+
+@pytest.mark.parametrize("planted", quick_only(PLANTED, QUICK))
 def test_no_verb_prints_a_secret(
-    planted: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    planted: str, address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    for name, value in ENVIRONMENTS[planted].items():
-        monkeypatch.setenv(name, value)
-    address = "s3://bucket/it"
-    if planted == "signature":
-        address = f"http://127.0.0.1:{free_port()}/it?X-Amz-Signature={SECRET}"
+    caplog.set_level(logging.INFO, "urllib3")  # it logs addresses, at a level that no command sets
     named = 0
     for words, command in VERBS.items():
         if words[0] in SERVES:
@@ -92,8 +161,63 @@ def test_no_verb_prints_a_secret(
         for part in PARTS:
             assert part not in text, (words, text)
         named += planted in text
-    if planted.startswith("AWS_"):
+    if planted in KEYS:
         assert named > 10  # of the verbs that got as far as the store
+
+
+@pytest.fixture(scope="module")
+def pipelines() -> Iterator[str]:
+    with fake_kfp.serve() as server:
+        yield server.url
+
+
+@pytest.fixture
+def kube(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with FakeKubernetes() as server:
+        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+        monkeypatch.setenv("LATHE_KFP_NAMESPACE", "lathe")
+        yield
+
+
+STORING = {
+    "submit": (submit.app, ["pretrain", "--gpus", "0", "--root"]),
+    "schedule set": (schedule.app, ["set", "pretrain", "--cron=0 0 3 * * 1", "--gpus=0", "--root"]),
+    "doctor": (doctor.app, ["pretrain", "--gpus", "0", "--root"]),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_no_command_prints_a_secret_of_the_store(
+    planted: str,
+    address: str,
+    pipelines: str,
+    kube: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.INFO, "urllib3")  # it logs addresses, at a level that no command sets
+    monkeypatch.setenv("LATHE_KFP_ENDPOINT", pipelines)
+    monkeypatch.setattr(submit, "build", build_once)
+    monkeypatch.setattr(doctor, "build", build_once)
+    monkeypatch.setattr(submit, "image_checks", lambda *_: iter(()))
+    monkeypatch.setattr(doctor.Doctor, "_pod", lambda self: iter(()))
+    texts = {name: said(one, [*line, address], caplog) for name, (one, line) in STORING.items()}
+    for line in (["fetch", address, "there"], ["put", str(tmp_path), f"{address}/"]):
+        storage.main(line)
+        output = capsys.readouterr()
+        texts[line[0]] = output.out + output.err
+    # The checks of the doctor's pod, whose log is its output.
+    findings = run_checks([Check("object store", lambda: check_store(address))])
+    texts["the doctor's pod"] = "".join(finding.line() for finding in findings)
+    for name, text in texts.items():
+        assert text
+        for part in PARTS:
+            assert part not in text, (name, part, text[-3000:])
+        if planted in KEYS:
+            assert planted in text, (name, text)
 
 
 COMMANDS = {

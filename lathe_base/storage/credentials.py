@@ -8,14 +8,10 @@ from pathlib import Path
 
 import urllib3
 from minio.credentials.credentials import Credentials
-from minio.credentials.providers import (
-    AWSConfigProvider,
-    IamAwsProvider,
-    Provider,
-    StaticProvider,
-)
+from minio.credentials.providers import IamAwsProvider, Provider, StaticProvider
 
 from lathe_base.errors import Code, UserError
+from lathe_base.storage.failures import shown
 from lathe_base.storage.network import pool
 
 SECRET_DIR = "LATHE_S3_SECRET_DIR"
@@ -24,6 +20,7 @@ NAMES = (*KEYS, "AWS_SESSION_TOKEN")
 IDENTITY, ROLE, STS = "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN", "AWS_ENDPOINT_URL_STS"
 PROFILE, FILE = "AWS_PROFILE", "AWS_SHARED_CREDENTIALS_FILE"
 CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
+TOKEN = "AWS_CONTAINER_AUTHORIZATION_TOKEN"
 NO_METADATA = "AWS_EC2_METADATA_DISABLED"
 METADATA_SECONDS = 1.0  # the address of the metadata is silent on machines outside EC2
 TEMPORARY = (IDENTITY, ROLE, STS, *CONTAINER)
@@ -54,7 +51,7 @@ def provider(is_amazon: bool) -> Provider | None:
             )
         inner = StaticProvider(access, secret, token or None)
     elif source == PROFILE:
-        inner = AWSConfigProvider()
+        inner = SharedProfile()
     elif source:
         inner = _temporary(source, tuple(os.environ.get(name) for name in TEMPORARY))
     else:
@@ -89,16 +86,7 @@ def _source() -> str:
         source = next((name for name in (IDENTITY, *CONTAINER) if os.environ.get(name)), source)
     if source:
         return source
-    parser = configparser.ConfigParser()
-    try:
-        parser.read(_file(), encoding="utf-8")
-    except (OSError, UnicodeDecodeError, configparser.Error) as error:
-        raise UserError(
-            f"{_file()}: not a credentials file: {str(error).splitlines()[0]}",
-            f"fix it, or set {FILE} to another file",
-            Code.MALFORMED,
-        ) from None
-    if parser.get(_profile(), "aws_access_key_id", fallback=None):
+    if _profile_keys().get("aws_access_key_id"):
         return PROFILE
     if os.environ.get(PROFILE):  # a profile that is named must not give way to another source
         raise UserError(
@@ -132,6 +120,21 @@ class MountedSecret(Provider):
             ) from None
 
 
+class SharedProfile(Provider):
+    """The keys of a profile of the shared credentials file, read for every request."""
+
+    def retrieve(self) -> Credentials:
+        values = _profile_keys()
+        access, secret = (values.get(name.lower()) for name in KEYS)
+        if not access or not secret:
+            raise UserError(
+                f"{_file()}: the profile {_profile()} lacks {KEYS[bool(access)].lower()}",
+                f"add it, or set {FILE} to another file",
+                Code.UNAUTHORIZED,
+            )
+        return Credentials(access, secret, values.get(NAMES[2].lower()) or None)
+
+
 class Printable(Provider):
     """Refuses keys that no header can carry: the HTTP client's error would contain the header."""
 
@@ -163,14 +166,18 @@ class Temporary(Provider):
         try:
             return self._inner.retrieve()
         except (OSError, ValueError, KeyError) as error:
-            value = os.environ.get(self._variable, "")
+            value = shown(os.environ.get(self._variable, ""))
+            # The query of a request to STS has the token, and http.client repeats a header's value.
+            reason = re.sub(r"//[^/\s]*@", "//", re.sub(r"\?\S*", "", str(error)))
+            if "header value" in reason:
+                reason = f"the token in {TOKEN} or its file contains a line break"
             raise UserError(
-                f"{self._variable}={value}: cannot get keys: {error}",
+                f"{self._variable}={value}: cannot get keys: {reason}",
                 f"check {ROLE}, the file and the role's trust policy"
                 if self._variable == IDENTITY
                 else "check the service that this variable names",
                 Code.UNAUTHORIZED,
-            ) from error
+            ) from None
 
 
 @cache
@@ -193,6 +200,20 @@ def _instance_provider() -> Provider | None:
     except (urllib3.exceptions.HTTPError, OSError, ValueError, KeyError):
         return None
     return made
+
+
+def _profile_keys() -> dict[str, str]:
+    """The values of the profile that counts; empty without one."""
+    parser = configparser.ConfigParser(interpolation=None)  # a % is part of the key
+    try:
+        parser.read(_file(), encoding="utf-8")
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise UserError(
+            f"{_file()}: not a credentials file: {str(error).splitlines()[0]}",
+            f"fix it, or set {FILE} to another file",
+            Code.MALFORMED,
+        ) from None
+    return dict(parser[_profile()]) if parser.has_section(_profile()) else {}
 
 
 def _profile() -> str:

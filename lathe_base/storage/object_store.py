@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from lathe_base.errors import Code, UserError
+
 BINARY, JSON = "application/octet-stream", "application/json"
 
 STORES = {
@@ -140,5 +142,12 @@ def open_store(uri: str) -> tuple[ObjectStore, str]:
     Raises:
         UserError: not an address, or the store's settings are wrong.
     """
-    store, key = import_module(STORES[uri_scheme(uri)]).open_store(uri)
+    scheme = uri_scheme(uri)
+    if scheme not in STORES:  # not shown whole: it may have a signature
+        raise UserError(
+            f"{scheme or 'a path'}: not the address of an object in a store",
+            f"write one that begins with {', '.join(f'{name}://' for name in STORES)}",
+            Code.BAD_PATH,
+        )
+    store, key = import_module(STORES[scheme]).open_store(uri)
     return store, key

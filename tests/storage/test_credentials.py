@@ -9,6 +9,7 @@ import pytest
 
 from lathe_base.errors import Code
 from lathe_base.storage import fetch, read_text, write_text
+from lathe_base.storage.credentials import provider
 from tests.storage.conftest import Proxy
 from tests.support.errors import raises
 from tests.support.loopback import LoopbackServer, QuietHandler
@@ -99,7 +100,7 @@ def test_a_token_that_is_refused(
         monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
         with raises(Code.UNAUTHORIZED, "AWS_WEB_IDENTITY_TOKEN_FILE=", "403") as raised:
             read_text(file)
-    assert "AWS_ROLE_ARN" in raised.value.hint
+    assert "AWS_ROLE_ARN" in raised.value.hint and "another" not in str(raised.value)
 
 
 def test_a_profile(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,15 @@ def test_a_profile(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read_text(file) == "A"
     monkeypatch.setenv("AWS_PROFILE", "other")
     with raises(Code.UNAUTHORIZED, "AWS_PROFILE=other"):
+        read_text(file)
+    monkeypatch.delenv("AWS_PROFILE")
+    percent = keys.replace(SECRET_KEY, "a%b")  # AWS's SDKs take it as it is
+    (tmp_path / "credentials").write_text(f"[default]\n{percent}", encoding="utf-8")
+    found = provider(is_amazon=False)
+    assert found and found.retrieve().secret_key == "a%b"
+    only = f"[default]\naws_access_key_id = {ACCESS_KEY}\n"
+    (tmp_path / "credentials").write_text(only, encoding="utf-8")
+    with raises(Code.UNAUTHORIZED, tmp_path / "credentials", "aws_secret_access_key"):
         read_text(file)
     (tmp_path / "credentials").write_text("aws_access_key_id", encoding="utf-8")
     with raises(Code.MALFORMED, tmp_path / "credentials"):
