@@ -134,19 +134,26 @@ class Cluster:
     def warnings(self, prefix: str) -> list[str]:
         """Messages of the warning events about objects whose names have this prefix, newest last;
         empty without permission to list events."""
+        events = self._events("type=Warning")
+        mine = [event for event in events if event.involved_object.name.startswith(prefix)]
+        return [f"{event.reason}: {event.message}" for event in mine]
+
+    def last_event(self, kind: str, name: str) -> Any:
+        """The newest event about an object, or None; also without permission to list events."""
+        events = self._events(f"involvedObject.kind={kind},involvedObject.name={name}")
+        return events[-1] if events else None
+
+    def _events(self, fields: str) -> list[Any]:
+        """The events that match a field selector, newest last."""
+        listing = client.CoreV1Api(self.api).list_namespaced_event
         try:  # not with `ask`: events only explain, and are not worth waiting for
-            events = (
-                client.CoreV1Api(self.api)
-                .list_namespaced_event(
-                    self.namespace, field_selector="type=Warning", _request_timeout=TIMEOUT
-                )
-                .items
-            )
+            answer = listing(self.namespace, field_selector=fields, _request_timeout=TIMEOUT)
         except (ApiException, HTTPError):
             return []
-        mine = [event for event in events if event.involved_object.name.startswith(prefix)]
-        mine.sort(key=lambda event: str(event.last_timestamp or event.metadata.creation_timestamp))
-        return [f"{event.reason}: {event.message}" for event in mine]
+        return sorted(
+            answer.items,
+            key=lambda event: str(event.last_timestamp or event.metadata.creation_timestamp),
+        )
 
     def watch_pods(self, labels: str, since: str | None, seconds: int) -> Iterator[dict[str, Any]]:
         """Yield events of `kubernetes.watch` for this many seconds; its exceptions pass through.

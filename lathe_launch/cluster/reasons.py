@@ -245,7 +245,8 @@ def _condition(pod: Pod, kind: str) -> Any:
 
 
 def why_queued(cluster: Cluster, kind: str, name: str, waited: float = 0.0) -> str:
-    """The reason in Kueue's own words, or why it cannot be told; empty while there is none.
+    """The reason in Kueue's own words, from the Workload's conditions and the newest events about
+    it and its owner, or why it cannot be told; empty while there is none.
 
     Args:
         kind: of the object that the Workload belongs to, TrainJob or Pod.
@@ -270,12 +271,24 @@ def why_queued(cluster: Cluster, kind: str, name: str, waited: float = 0.0) -> s
         return "the cluster has no Kueue: install it, or remove Launch.queue"
     except HTTPError:
         return ""
+    said, sources = "", [(kind, name)]
     for workload in answer["items"]:
         owners = workload["metadata"].get("ownerReferences", [])
         if any(owner["kind"] == kind and owner["name"] == name for owner in owners):
-            return _queue_reason(workload)
-    # A Workload may take a moment to appear.
-    return NO_WORKLOAD.format(FRAMEWORKS[kind]) if waited > NO_WORKLOAD_SECONDS else ""
+            said = _queue_reason(workload)
+            sources.append(("Workload", workload["metadata"]["name"]))
+            break
+    else:  # it may take a moment to appear
+        said = NO_WORKLOAD.format(FRAMEWORKS[kind]) if waited > NO_WORKLOAD_SECONDS else ""
+    # Events say what has no condition, such as a Workload that cannot be made or started.
+    parts = [said] if said else []
+    for source in sources:
+        if (event := cluster.last_event(*source)) is None:
+            continue
+        text = " ".join(str(event.message or "").split())
+        if (event.type == "Warning" or event.reason == "Pending") and text not in said:
+            parts.append(f"{event.reason}: {text}")
+    return "; ".join(dict.fromkeys(parts))
 
 
 def _queue_reason(workload: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 import urllib3
@@ -104,9 +104,13 @@ class Pods:
             steps[name] = _step(name, pod, attempt)
         for name, step in steps.items():
             if step.why == GATED:  # by Kueue, which knows what the pod waits for
-                queue = next(p for p in pods if p.metadata.name == step.pod).metadata.labels
-                what = f"for quota in the queue {queue.get(QUEUE, 'of its scheduling gate')}"
-                why = why_queued(self._cluster, "Pod", step.pod)
+                metadata = next(p for p in pods if p.metadata.name == step.pod).metadata
+                queue = metadata.labels.get(QUEUE)
+                what = f"for quota in the queue {queue or 'of its scheduling gate'}"
+                # Only Kueue's own queue must have a Workload.
+                age = datetime.now(UTC) - metadata.creation_timestamp
+                waited = age.total_seconds() if queue else 0.0
+                why = why_queued(self._cluster, "Pod", step.pod, waited)
                 steps[name] = replace(step, why=f"{what}: {why}" if why else what)
         for step in steps.values():
             if step.state == "PENDING" or self._emit is None:

@@ -18,6 +18,9 @@ def condition(kind: str, status: str, reason: str = "", message: str = "") -> di
 
 
 PENDING = condition("QuotaReserved", "False", "Pending", MESSAGE)
+NO_FLAVOR = "couldn't assign flavors to pod set node: flavor h100 not found"
+ADMITTED = [condition("QuotaReserved", "True"), condition("Admitted", "True")]
+STUCK = "Kueue has admitted it, but it is still suspended: look at its controller's log"
 CASES: dict[str, tuple[list[dict[str, str]], dict[str, Any], str]] = {
     "no quota": ([PENDING], {}, f"(Pending): {MESSAGE}"),
     "preempted": (
@@ -36,17 +39,79 @@ CASES: dict[str, tuple[list[dict[str, str]], dict[str, Any], str]] = {
         "it was deactivated (Deactivated): The workload is deactivated",
     ),
     "never resumed": (
-        [condition("QuotaReserved", "True"), condition("Admitted", "True")],
+        ADMITTED,
         {},
-        "Kueue has admitted it, but it is still suspended: look at its controller's log",
+        STUCK,
     ),
     "nothing yet": ([], {}, ""),
 }
 
 
+Event = tuple[str, str, str, str]
+"""Kind of the object, type, reason, message."""
+EVENTS: dict[str, tuple[list[dict[str, str]], list[Event], str]] = {
+    "no condition yet": (
+        [],
+        [("Workload", "Normal", "Pending", NO_FLAVOR)],
+        f"Pending: {NO_FLAVOR}",
+    ),
+    "less than the event": (
+        [condition("QuotaReserved", "False", "Pending", "inadmissible")],
+        [("Workload", "Warning", "Pending", NO_FLAVOR)],
+        f"(Pending): inadmissible; Pending: {NO_FLAVOR}",
+    ),
+    "the same as the event": (
+        [PENDING],
+        [("Workload", "Warning", "Pending", MESSAGE)],
+        f"(Pending): {MESSAGE}",
+    ),
+    "never resumed": (
+        ADMITTED,
+        [
+            ("Workload", "Warning", "Pending", MESSAGE),
+            ("Workload", "Normal", "Admitted", "Admitted by ClusterQueue lathe"),
+            ("TrainJob", "Warning", "InvalidPodSetInfo", "conflicting nodeSelector"),
+        ],
+        f"{STUCK}; InvalidPodSetInfo: conflicting nodeSelector",
+    ),
+    "made": ([], [("TrainJob", "Normal", "CreatedWorkload", "Created Workload: it")], ""),
+}
+
+
+def event(server: FakeKubernetes, kind: str, of: str, second: int, words: Event) -> None:
+    body = {
+        "metadata": {"name": f"{of}.{second}", "namespace": "lathe"},
+        "involvedObject": {"kind": kind, "name": of},
+        **{"type": words[1], "reason": words[2], "message": words[3]},
+        "lastTimestamp": f"2026-01-05T03:00:0{second}Z",
+    }
+    server.create("events", body)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_words_of_the_workload(in_pod: FakeKubernetes, name: str) -> None:
     conditions, spec, said = CASES[name]
+    create_workloads(in_pod, conditions, spec)
+    assert why_queued(connect(), "TrainJob", "pretrain-1") == said
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_events_say_what_the_conditions_do_not(in_pod: FakeKubernetes, name: str) -> None:
+    conditions, events, said = EVENTS[name]
+    create_workloads(in_pod, conditions, {})
+    names = {"TrainJob": "pretrain-1", "Workload": "trainjob-pretrain-1"}
+    for second, words in enumerate(events):
+        event(in_pod, words[0], names[words[0]], second, words)
+    event(in_pod, "Workload", "trainjob-pretrain-11", 9, ("", "Warning", "Pending", "another's"))
+    assert why_queued(connect(), "TrainJob", "pretrain-1") == said
+    in_pod.denied.add(("list", "events"))
+    less = why_queued(connect(), "TrainJob", "pretrain-1")
+    assert said.startswith(less) and bool(less) == bool(conditions)
+
+
+def create_workloads(
+    in_pod: FakeKubernetes, conditions: list[dict[str, str]], spec: dict[str, Any]
+) -> None:
     for job in ("another", "pretrain-1"):
         made = in_pod.create("configmaps", {"metadata": {"name": job}})  # any object that exists
         owner = {"kind": "TrainJob", "name": job, "uid": made["metadata"]["uid"]}
@@ -56,7 +121,6 @@ def test_the_words_of_the_workload(in_pod: FakeKubernetes, name: str) -> None:
             "status": {"conditions": conditions if job == "pretrain-1" else []},
         }
         in_pod.create("workloads.kueue.x-k8s.io", body)
-    assert why_queued(connect(), "TrainJob", "pretrain-1") == said
 
 
 def test_a_queue_that_cannot_be_asked(in_pod: FakeKubernetes) -> None:

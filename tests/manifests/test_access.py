@@ -25,6 +25,7 @@ SUBMIT = {
     *(("", "pods", verb) for verb in ("get", "list")),
     ("", "pods/log", "get"),
     QUEUED,
+    ("", "events", "list"),
     ("argoproj.io", "workflows", "list"),
     ("", "configmaps:kfp-launcher", "get"),
     ("", "nodes", "list"),

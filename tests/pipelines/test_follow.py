@@ -11,6 +11,7 @@ import pytest
 from kubernetes import client
 from typer.testing import CliRunner
 
+from lathe_launch.cluster.reasons import QUEUE
 from pipelines.cluster.follow import GROUP_PREFIXES, GROUPS, app
 from pipelines.cluster.pods import NODE
 from pipelines.cluster.server import connect
@@ -174,6 +175,37 @@ def test_steps_within_a_condition_what_they_wait_for_and_their_logs(kfp, run, cl
     ]
     assert "    deploy: 8 of 8 prompts the same\n" in result.output and "noise" not in result.output
     assert "deploy: done in 30 s" in result.output
+
+
+def test_a_queued_step_says_what_kueue_says(kfp, run, cluster):
+    def gated():
+        name = pod(cluster, "pretrain", "Pending")
+        condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+        cluster.patch("pods", name, {"status": {"conditions": [condition]}})
+        cluster.patch("pods", name, {"metadata": {"labels": {QUEUE: "training"}}})
+        return frame("RUNNING")
+
+    def made():
+        (found,) = cluster.list("pods")
+        owner = {"kind": "Pod", "name": "run-pretrain", "uid": found["metadata"]["uid"]}
+        metadata = {"name": "pod-run-pretrain", "ownerReferences": [owner]}
+        cluster.create("workloads.kueue.x-k8s.io", {"metadata": metadata, "status": {}})
+        words = {"type": "Warning", "reason": "Pending", "message": "flavor h100 not found"}
+        about = {"kind": "Workload", "name": "pod-run-pretrain"}
+        metadata = {"name": "first", "namespace": "lathe"}
+        cluster.create("events", {"metadata": metadata, "involvedObject": about} | words)
+        return frame("RUNNING")
+
+    def ends():
+        pod(cluster, "pretrain", "Succeeded", **ended(60, 90))
+        return frame("SUCCEEDED")
+
+    kfp.script = Story(gated, made, ends, ends)
+    lines = step_lines(follow(run, "--no-logs").output)
+    assert lines[:2] == [
+        "pretrain waits: for quota in the queue training",
+        "pretrain waits: for quota in the queue training: Pending: flavor h100 not found",
+    ]
 
 
 def test_a_lost_pod_is_another_attempt(kfp, run, cluster):
