@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import cache
 from typing import Any
 
 from kfp.dsl.graph_component import GraphComponent
@@ -14,7 +15,7 @@ from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-unty
 from components.machines import Pool, starts_trainjob
 from lathe_base.checks import NOT_CHECKED, Check, Finding, State
 from lathe_base.config.settings import LaunchSettings, Placements
-from lathe_base.errors import Code, UserError
+from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import Cluster
 from lathe_launch.cluster.nodes import doubts, takes
 from pipelines.compiler.compile import step_containers
@@ -28,6 +29,20 @@ TRAINJOB = "the TrainJob"
 COMPUTE = ("cpu", "memory", "ephemeral-storage")
 """Resources that every pod has to request, or limit, where a quota has them."""
 COUNTS = ("pods", "count/pods")
+OF_RUN = "count/workflows.argoproj.io"
+OF_TRAINJOB = (
+    "count/trainjobs.trainer.kubeflow.org",
+    "count/jobsets.jobset.x-k8s.io",
+    "count/jobs.batch",
+    "count/services",
+    "services",
+)
+"""Keys of a quota for the objects of which a TrainJob has one each: JobSet makes a Service."""
+OBJECTS = ("count/", "configmaps", "secrets", "services", "persistentvolumeclaims")
+"""Beginnings of the keys that count objects."""
+MAIN, EXECUTOR = "main", "wait"
+"""Argo's names of a step's own container and of the one beside it."""
+WORKFLOW = "workflows.argoproj.io/workflow"
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,7 @@ class Need:
         return "pretrain" if self.name == TRAINJOB else self.name.partition("-")[0]
 
     def __str__(self) -> str:
-        words = [f"{self.amounts.get('cpu', 0)} CPUs"]
+        words = [f"{float(self.amounts.get('cpu', 0)):g} CPUs"]
         words.append(f"{self.amounts.get('memory', Decimal(0)) / GIB:.3g} GiB")
         if self.gpus:
             words.append(f"{self.gpus} GPUs")
@@ -122,15 +137,63 @@ def capacity_checks(
     cluster: Cluster, needs: list[Need], pool: Pool, placement: Placements
 ) -> list[Check]:
     """Checks of quota, nodes and placement; missing permissions are warnings."""
+
+    @cache
+    def pods() -> list[Need]:
+        try:
+            return with_sidecars(needs, cluster.pods(WORKFLOW))
+        except (UserError, StageError):
+            return needs
+
     return [
-        Check("quota", lambda: _quota(cluster, needs), severity="warning"),
-        Check("nodes", lambda: _nodes(cluster, needs, pool, placement), severity="warning"),
+        Check("quota", lambda: _quota(cluster, pods()), severity="warning"),
+        Check("nodes", lambda: _nodes(cluster, pods(), pool, placement), severity="warning"),
+    ]
+
+
+def with_sidecars(needs: list[Need], pods: list[Any]) -> list[Need]:
+    """The needs with what Argo and a service mesh add to a step's pod, as in the newest one.
+
+    Only of resources that the step itself has: a quota asks every container for the others.
+
+    Args:
+        pods: V1Pods of Argo's workflows in the namespace; without one, nothing is known.
+    """
+    steps = [pod for pod in pods if any(c.name == EXECUTOR for c in pod.spec.containers)]
+    if not steps:
+        return needs
+    spec = max(steps, key=lambda pod: pod.metadata.creation_timestamp).spec
+    inits = spec.init_containers or []
+    beside = [c for c in spec.containers if c.name != MAIN]
+    beside += [c for c in inits if c.restart_policy == "Always"]
+    before = [c for c in inits if c.restart_policy != "Always"]
+
+    def of(container: Any, kind: str, name: str) -> Decimal:
+        amounts = (container.resources and getattr(container.resources, kind)) or {}
+        return parse_quantity(amounts.get(name, "0"))
+
+    def total(amounts: Amounts, kind: str) -> Amounts:
+        # As the scheduler counts: all that run together, or the largest one before them.
+        return {
+            name: max([sum((of(c, kind, name) for c in beside), amount),
+                       *(of(c, kind, name) for c in before)])
+            for name, amount in amounts.items()
+        }  # fmt: skip
+
+    return [
+        need
+        if need.name == TRAINJOB
+        else replace(
+            need, amounts=total(need.amounts, "requests"), limits=total(need.limits, "limits")
+        )
+        for need in needs
     ]
 
 
 def _quota(cluster: Cluster, needs: list[Need]) -> Iterator[Finding]:
     quotas = _listed(cluster, "list_namespaced_resource_quota", cluster.namespace)
     refused = [finding for quota in quotas for need in needs for finding in _refused(quota, need)]
+    refused += [finding for quota in quotas for finding in _counts(quota, needs)]
     names = ", ".join(quota.metadata.name for quota in quotas) or "none"
     # The most severe violation: broken comes before warning.
     yield min(refused, key=lambda one: one.state, default=Finding("quota", "ok", names))
@@ -170,24 +233,16 @@ def _listed(cluster: Cluster, method: str, *arguments: str) -> list[Any]:
 
 
 def _refused(quota: Any, need: Need) -> Iterator[Finding]:
-    hard, used = quota.status.hard or {}, quota.status.used or {}
+    hard = quota.status.hard or {}
     asked: Amounts = dict.fromkeys(COUNTS, Decimal(1))
     for prefix, amounts in (("requests.", need.amounts), ("limits.", need.limits)):
         asked |= {f"{prefix}{name}": amount for name, amount in amounts.items()}
     asked |= {name: need.amounts[name] for name in COMPUTE if name in need.amounts}
     total = {key: amount * need.pods for key, amount in asked.items()}
     if need.name == TRAINJOB:
-        total["count/trainjobs.trainer.kubeflow.org"] = Decimal(1)
+        total |= dict.fromkeys(OF_TRAINJOB, Decimal(1))
     for key, wanted in total.items():
-        if key not in hard:
-            continue
-        # Broken if the whole quota is too small; otherwise other runs have to end first.
-        allowed = parse_quantity(hard[key])
-        if wanted > allowed - parse_quantity(used.get(key, "0")):
-            said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
-            state: State = "broken" if wanted > allowed else "warning"
-            hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
-            yield Finding("quota", state, f"{said}, and {need}", hint, Code.NO_ROOM)
+        yield from _exceeded(quota, key, wanted, str(need))
     for key in hard:
         prefix, _, name = key.rpartition(".")
         if name in COMPUTE and prefix in ("requests", "limits", "") and key not in total:
@@ -195,6 +250,30 @@ def _refused(quota: Any, need: Need) -> Iterator[Finding]:
             said = f"{quota.metadata.name} has {key}, and {need.name} has no {name} {kind}"
             hint = "such pods are rejected unless a LimitRange of the namespace has a default"
             yield Finding("quota", "warning", said, hint)
+
+
+def _counts(quota: Any, needs: list[Need]) -> Iterator[Finding]:
+    """What a run itself exceeds, and the limits of other objects that are reached."""
+    yield from _exceeded(quota, OF_RUN, Decimal(1), "a run is one")
+    known = (OF_RUN, *COUNTS, *(OF_TRAINJOB if any(n.name == TRAINJOB for n in needs) else ()))
+    for key in quota.status.hard or {}:
+        if key.startswith(OBJECTS) and key not in known:
+            for finding in _exceeded(quota, key, Decimal(1), "a run may need one more"):
+                yield replace(finding, state="warning")
+
+
+def _exceeded(quota: Any, key: str, wanted: Decimal, what: str) -> Iterator[Finding]:
+    """The finding if a quota does not have so much left."""
+    hard, used = quota.status.hard or {}, quota.status.used or {}
+    if key not in hard:
+        return
+    # Broken if the whole quota is too small; otherwise other runs have to end first.
+    allowed = parse_quantity(hard[key])
+    if wanted > allowed - parse_quantity(used.get(key, "0")):
+        said = f"{quota.metadata.name}: {hard[key]} {key}, {used.get(key, 0)} used"
+        state: State = "broken" if wanted > allowed else "warning"
+        hint = "raise it in manifests/base/limits.yaml, or wait for other runs"
+        yield Finding("quota", state, f"{said}, and {what}", hint, Code.NO_ROOM)
 
 
 def _room(

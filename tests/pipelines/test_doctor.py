@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from decimal import Decimal
 
 import kubernetes_validate
@@ -18,7 +19,15 @@ from components.plan import plan
 from lathe_base.checks import Finding
 from lathe_base.storage import list_objects, write_text
 from lathe_launch.cluster.doctor import RIGHTS, pipeline_root
-from pipelines.cluster.capacity import GIB, TRAINJOB, Need, _free, _refused
+from pipelines.cluster.capacity import (
+    GIB,
+    TRAINJOB,
+    Need,
+    _counts,
+    _free,
+    _refused,
+    with_sidecars,
+)
 from pipelines.cluster.doctor import app, step_pod
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import connect, open_cluster
@@ -276,6 +285,13 @@ QUOTAS = {
     "pods": ({"pods": "3"}, "warning", "3 pods, 2 used"),
     "count/pods": ({"count/pods": "1"}, "broken", "1 count/pods"),
     "trainjobs": ({"count/trainjobs.trainer.kubeflow.org": "0"}, "broken", "0 count/trainjobs"),
+    "jobsets": ({"count/jobsets.jobset.x-k8s.io": "2"}, "warning", "2 count/jobsets"),
+    "jobs": ({"count/jobs.batch": "2"}, "warning", "2 count/jobs.batch, 2 used, and the TrainJob"),
+    "workflows": ({"count/workflows.argoproj.io": "2"}, "warning", "2 used, and a run is one"),
+    "no workflow": ({"count/workflows.argoproj.io": "0"}, "broken", "0 count/workflows"),
+    "configmaps": ({"count/configmaps": "2"}, "warning", "2 used, and a run may need one more"),
+    "unknown": ({"count/widgets.example.com": "0"}, "warning", "0 count/widgets.example.com"),
+    "none of them used": ({"count/widgets.example.com": "3", "count/jobs.batch": "3"}, "ok", ""),
     "disk": ({"requests.ephemeral-storage": "1Ti"}, "warning", "no ephemeral-storage request"),
     "enough": ({"limits.memory": "999Ti", "pods": "99"}, "ok", "lathe"),
 }
@@ -284,14 +300,65 @@ QUOTAS = {
 @pytest.mark.parametrize("name", QUOTAS)
 def test_every_key_of_a_quota(name):
     hard, state, said = QUOTAS[name]
-    status = V1ResourceQuotaStatus(hard=hard, used={"pods": "2"})
+    used = {key: "2" for key in hard if key.startswith("count/") and hard[key] != "0"}
+    status = V1ResourceQuotaStatus(hard=hard, used=used | {"pods": "2"})
     quota = V1ResourceQuota(metadata=V1ObjectMeta(name="lathe"), status=status)
     memory = {"memory": Decimal(8 * GIB)}
     needs = [Need("export", 1, memory | {"cpu": Decimal(1)}, memory)]
     needs += [Need(TRAINJOB, 2, memory, memory | {"cpu": Decimal(2)})]
     refused = [found for need in needs for found in _refused(quota, need)]
+    refused += _counts(quota, needs)
     worst = min(refused, key=lambda one: one.state, default=Finding("quota", "ok", "lathe"))
     assert worst.state == state and said in worst.said
+
+
+def test_a_steps_pod_has_what_argo_and_a_mesh_add():
+    def container(name, cpu, memory, **more):
+        amounts = {"cpu": cpu, "memory": memory}
+        return {"name": name, "resources": {"requests": amounts, "limits": amounts}} | more
+
+    spec = {
+        "containers": [container("main", "9", "9Gi"), container("wait", "10m", "1Gi")],
+        "initContainers": [
+            container("istio-proxy", "100m", "1Gi", restartPolicy="Always"),
+            container("init", "500m", "5Gi"),
+        ],
+    }
+    made = {"name": "p", "creationTimestamp": "2026-01-05T03:00:00Z"}
+    read = ApiClient()._ApiClient__deserialize
+    pod = read({"metadata": made, "spec": spec}, "V1Pod")
+    memory = Decimal(GIB)
+    small = Need("export", 1, {"cpu": Decimal(1), "memory": memory}, {"memory": memory})
+    large = replace(small, limits={"memory": 8 * memory})
+    job = Need(TRAINJOB, 2, small.amounts, small.limits)
+    more = {"cpu": Decimal("1.11"), "memory": 5 * memory}
+    assert with_sidecars([small, large, job], [pod]) == [
+        replace(small, amounts=more, limits={"memory": 5 * memory}),
+        replace(large, amounts=more, limits={"memory": 10 * memory}),
+        job,
+    ]
+    spec["containers"].pop()  # not Argo's: the doctor's own
+    assert with_sidecars([small], [read({"metadata": made, "spec": spec}, "V1Pod")]) == [small]
+
+
+def test_the_quota_counts_what_argo_adds(kfp, cluster):
+    play(cluster, quick)
+    hard, used = {"requests.cpu": "3"}, {"requests.cpu": "1"}
+    cluster.patch("resourcequotas", "lathe", {"status": {"hard": hard, "used": used}})
+    first = findings(doctor(kfp, "--gpus", "0", "--cpus", "2").output)["quota"]
+    assert first[0] == "ok", first
+    wait = {"name": "wait", "image": "i", "resources": {"requests": {"cpu": "10m"}}}
+    labels = {"workflows.argoproj.io/workflow": "another-run"}
+    cluster.create(
+        "pods",
+        {
+            "metadata": {"name": "a-step", "labels": labels},
+            "spec": {"containers": [{"name": "main", "image": "i"}, wait]},
+            "status": {"phase": "Succeeded"},
+        },
+    )
+    state, said = findings(doctor(kfp, "--gpus", "0", "--cpus", "2").output)["quota"]
+    assert state == "warning" and "3 requests.cpu, 1 used" in said and "2.01 CPUs" in said
 
 
 def test_a_node_has_room_for_its_number_of_pods_and_beside_sidecars():
