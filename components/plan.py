@@ -28,6 +28,7 @@ from lathe_base.config.recipe import excerpt_text, load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import fetch
+from lathe_launch.shape import require_whole_gpus
 
 log = logging.getLogger("lathe")
 
@@ -67,6 +68,9 @@ SETTINGS: dict[str, Sequence[str]] = {
     "report": ("Gate",),
 }
 """Component -> groups of the recipe, or `Group.key`."""
+
+TRAINS = [name for name, settings in SETTINGS.items() if {*TRAINING} <= {*settings}]
+"""The steps that train, with all GPUs of a node."""
 
 SHARED = {"tokenizer": "prepare", "tokenize": "prepare", "join": "prepare"}
 SHARED |= {"certify": "pretrain", "design": "export"}
@@ -114,7 +118,8 @@ def plan(
         has_chats: whether the run's text is conversations.
 
     Raises:
-        UserError: a recipe is invalid, or divides conversations in other parts than the first.
+        UserError: a recipe is invalid, divides conversations in other parts than the first, or
+            requests several slices of GPUs for a pod.
     """
     names = {"recipe": recipe, "prune_recipe": prune_recipe, "qat_recipe": qat_recipe}
     names |= {"finetune_recipe": finetune_recipe}
@@ -124,6 +129,8 @@ def plan(
         # The pool comes first: the user's own overrides replace it.
         overrides = [*pool.overrides, *overrides]
         first = load_recipe(recipe, overrides)
+        for name in TRAINS:
+            require_whole_gpus(first.Launch.gpus_per_node, first.Launch.of_step(name))
         sizes = run_sizes(first, model)
         decided = requests(first.Launch, sizes)
         placement = placement_overrides(first.Launch)

@@ -1,8 +1,10 @@
 """The number of processes and machines that a training run needs."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lathe_base.config.settings import Recipe
+from lathe_base.config.settings.placement import Placement
 from lathe_base.errors import Code, StageError, UserError, code_in
 
 POD_GRACE_SECONDS = 300
@@ -63,6 +65,41 @@ def required_shape(recipe: Recipe) -> Shape:
             Code.LAYOUT,
         )
     return Shape(nodes, processes // nodes)
+
+
+def require_whole_gpus(
+    gpus: int, settings: Placement, labels: Iterable[Mapping[str, str]] = ()
+) -> None:
+    """Refuse several slices for one pod: two may be parts of the same device, on which NCCL starts
+    no second process, and MIG slices cannot exchange data.
+
+    Args:
+        gpus: number of GPUs of the pod.
+        labels: those of the nodes that it may run on, as far as they are known.
+
+    Raises:
+        UserError: the resource's name, or a node's label, says that they are slices.
+    """
+    resource = settings.gpu_resource
+    if gpus < 2:
+        return
+    labels = list(labels) if resource == "nvidia.com/gpu" else []
+    # MIG's strategy `single` gives slices the name of whole GPUs.
+    if "/mig-" in resource or any("-MIG-" in one.get(f"{resource}.product", "") for one in labels):
+        kind = "are MIG slices"
+    elif resource.endswith(".shared") or any(
+        one.get(f"{resource}.replicas", "1") not in ("0", "1") for one in labels
+    ):
+        kind = "are time slices"
+    else:
+        return
+    raise UserError(
+        f"Launch.gpus_per_node={gpus}: {gpus} of {resource} {kind}, and two of them may be one "
+        "device",
+        "request one per pod (GPUS=1), or whole GPUs of a node that is not divided "
+        "(Launch.gpu_resource, Launch.node_selector)",
+        Code.LAYOUT,
+    )
 
 
 def visible_gpus() -> int:

@@ -17,6 +17,7 @@ from lathe_base.config.settings.types import parse_bytes
 from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import WORK, Cluster, load_kubeconfig
 from lathe_launch.cluster.reasons import has_ended
+from lathe_launch.shape import require_whole_gpus
 
 HARD = ("NoSchedule", "NoExecute")  # PreferNoSchedule keeps no pod off
 LABELS = "kubectl get nodes --show-labels"
@@ -153,6 +154,11 @@ def _shown(taint: Any) -> str:
     return f"{taint.key}{f'={taint.value}' if taint.value else ''}:{taint.effect}"
 
 
+def labels_of(nodes: Iterable[Node], settings: Placement, node_pool: str) -> list[dict[str, str]]:
+    """The labels of the nodes on which pods with GPUs and this placement may run."""
+    return [_labels(node) for node in nodes if takes(node, settings, node_pool, has_gpus=True)]
+
+
 def node_pool_shortage(
     name: str,
     nodes: int,
@@ -173,7 +179,7 @@ def node_pool_shortage(
         StageError: the cluster did not list its nodes; the message has the reason.
     """
     listed, matching = _pool_nodes(name, context, settings)
-    _require_whole_gpus(gpus, matching, settings)
+    require_whole_gpus(gpus, settings, [_labels(node) for node in matching])
     # No node at all, then too few GPUs.
     if not matching and settings.chooses_nodes:
         said = "; ".join(doubt.said for doubt in doubts(listed, settings, has_gpus=True))
@@ -201,31 +207,6 @@ def node_pool_shortage(
         f"{where}: {nodes} pods with {gpus} GPUs each ({resource}) are requested, but {has}",
         "request fewer (NODES=, GPUS=), or another pool (NODE_POOL=)",
         Code.NO_ROOM,
-    )
-
-
-def _require_whole_gpus(gpus: int, nodes: Sequence[Node], settings: Placement) -> None:
-    """Refuse several slices for one pod: two may be parts of the same device, on which NCCL starts
-    no second process, and MIG slices cannot exchange data."""
-    resource = settings.gpu_resource
-    if gpus < 2:
-        return
-    labels = [_labels(node) for node in nodes] if resource == "nvidia.com/gpu" else []
-    # MIG's strategy `single` gives slices the name of whole GPUs.
-    if "/mig-" in resource or any("-MIG-" in one.get(f"{resource}.product", "") for one in labels):
-        kind = "are MIG slices"
-    elif resource.endswith(".shared") or any(
-        one.get(f"{resource}.replicas", "1") not in ("0", "1") for one in labels
-    ):
-        kind = "are time slices"
-    else:
-        return
-    raise UserError(
-        f"Launch.gpus_per_node={gpus}: {gpus} of {resource} {kind}, and two of them may be one "
-        "device",
-        "request one per pod (GPUS=1), or whole GPUs of a node that is not divided "
-        "(Launch.gpu_resource, Launch.node_selector)",
-        Code.LAYOUT,
     )
 
 

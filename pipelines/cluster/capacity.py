@@ -13,11 +13,13 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from kubernetes.utils.quantity import parse_quantity  # type: ignore[import-untyped]
 
 from components.machines import Pool, starts_trainjob
+from components.plan import TRAINS
 from lathe_base.checks import NOT_CHECKED, Check, Finding, State
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import Cluster
-from lathe_launch.cluster.nodes import doubts, takes
+from lathe_launch.cluster.nodes import doubts, labels_of, takes
+from lathe_launch.shape import require_whole_gpus
 from pipelines.compiler.compile import step_containers
 
 Amounts = dict[str, Decimal]
@@ -136,7 +138,7 @@ def _amounts(resources: dict[str, Any], kind: str, known: Mapping[str, Any]) -> 
 def capacity_checks(
     cluster: Cluster, needs: list[Need], pool: Pool, placement: Placements
 ) -> list[Check]:
-    """Checks of quota, nodes and placement; missing permissions are warnings."""
+    """Checks of quota, nodes, placement and slices of GPUs; missing permissions are warnings."""
 
     @cache
     def pods() -> list[Need]:
@@ -145,7 +147,9 @@ def capacity_checks(
         except (UserError, StageError):
             return needs
 
+    slices = Check("whole GPUs", lambda: _whole_gpus(cluster, pool, placement))
     return [
+        *([slices] if pool.gpus else []),
         Check("quota", lambda: _quota(cluster, pods()), severity="warning"),
         Check("nodes", lambda: _nodes(cluster, pods(), pool, placement), severity="warning"),
     ]
@@ -188,6 +192,22 @@ def with_sidecars(needs: list[Need], pods: list[Any]) -> list[Need]:
         )
         for need in needs
     ]
+
+
+def _whole_gpus(cluster: Cluster, pool: Pool, placement: Placements) -> str:
+    """Check that no step requests several slices; without permission to list nodes, by the
+    resource's name only."""
+    try:
+        nodes = _listed(cluster, "list_node")
+    except UserError:
+        nodes = []
+    resources = set()
+    for name in TRAINS:
+        settings = placement.of_step(name)
+        labels = labels_of(nodes, settings, pool.node_pool)
+        require_whole_gpus(pool.gpus, settings, labels)
+        resources.add(settings.gpu_resource)
+    return ", ".join(sorted(resources))
 
 
 def _quota(cluster: Cluster, needs: list[Need]) -> Iterator[Finding]:

@@ -6,13 +6,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from kubernetes import client
 
 from components.machines import Pool
+from components.plan import plan
 from lathe_base.checks import Finding, run_checks
 from lathe_base.config.settings import Placement
 from lathe_base.errors import Code, StageError
-from lathe_launch.cluster.nodes import _require_whole_gpus, gpu_memory, node_pool_shortage
+from lathe_launch.cluster.nodes import gpu_memory, node_pool_shortage
+from lathe_launch.shape import require_whole_gpus
 from pipelines.cluster.preflight import Preflight
 from tests.support.errors import raises
 from tests.support.loopback import JSONHandler, LoopbackServer
@@ -154,11 +155,21 @@ SHARED = {"nvidia.com/gpu.replicas": "4"}
 def test_several_slices_for_one_pod_are_refused(
     resource: str, labels: dict[str, str], gpus: int, said: str | None
 ) -> None:
-    nodes = [client.V1Node(metadata=client.V1ObjectMeta(name="n", labels=labels))]
     settings = Placement(gpu_resource=resource)
     if said is None:
-        _require_whole_gpus(gpus, nodes, settings)
+        require_whole_gpus(gpus, settings, [labels])
         return
     with raises(Code.LAYOUT, said) as raised:
-        _require_whole_gpus(gpus, nodes, settings)
+        require_whole_gpus(gpus, settings, [labels])
     assert "GPUS=1" in raised.value.hint
+
+
+def test_the_first_step_of_a_run_refuses_slices() -> None:
+    """Of runs made in the UI as well, which `make submit` does not check."""
+    slices = ["Launch.gpu_resource=nvidia.com/mig-1g.10gb"]
+    plan("tiny", slices, pool=Pool(gpus=1))
+    plan("tiny", [], pool=Pool(gpus=2))
+    step = ["Launch.steps.prune.gpu_resource=nvidia.com/gpu.shared"]
+    for overrides in (slices, step):
+        with raises(Code.LAYOUT, overrides[0].partition("=")[2]):
+            plan("tiny", overrides, pool=Pool(gpus=2))

@@ -279,6 +279,20 @@ def test_quota_and_nodes_that_are_too_small(kfp, cluster):
     assert findings(doctor(kfp, "--gpus", "0").output)["quota"][0] == "broken"
 
 
+def test_slices_are_not_several_gpus(kfp, cluster):
+    play(cluster, quick)
+    assert findings(doctor(kfp, "--gpus", "2").output)["whole GPUs"] == ("ok", "nvidia.com/gpu")
+    labels = {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-40GB-MIG-1g.5gb"}
+    cluster.patch("nodes", "node-1", {"metadata": {"labels": labels}}, "")
+    result = doctor(kfp, "--gpus", "2")
+    state, said = findings(result.output)["whole GPUs"]
+    assert (result.exit_code, state) == (1, "broken") and "GPUS=1" in said
+    assert findings(doctor(kfp, "--gpus", "1").output)["whole GPUs"][0] == "ok"
+    cluster.denied.add(("list", "nodes"))
+    shared = ("-o", "Launch.gpu_resource=nvidia.com/gpu.shared")
+    assert findings(doctor(kfp, "--gpus", "2", *shared).output)["whole GPUs"][0] == "broken"
+
+
 QUOTAS = {
     "limits.memory": ({"limits.memory": "1Gi"}, "broken", "1Gi limits.memory, 0 used"),
     "limits.cpu": ({"limits.cpu": "64"}, "warning", "has no cpu limit"),
