@@ -56,7 +56,7 @@ compare: ## Compare runs: make compare RUN=id,id
 	$(pipeline)
 
 .PHONY: resume
-resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1 MEMORY=; FORCE=1 if it succeeded)
+resume: ## Resume a failed run on the cluster: make resume RUN=id (FOLLOW=1 MEMORY=6Gi or MEMORY=STEP=6Gi; FORCE=1 if it succeeded)
 	$(pipeline)
 
 .PHONY: schedule

@@ -2,7 +2,7 @@
 for a pool of GPUs, and for a worker that needs more memory."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -270,16 +270,50 @@ def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: 
         UserError: this account may not read them.
     """
     cluster = replace(cluster, patience=PATIENCE_SECONDS)
-    wanted = parse_bytes(amount)
     replaced = [pod for pod in cluster.pods(f"{WORK}={work}") if not has_ended(pod)]
     # The pods of the failed attempt that have not ended count as used until it is deleted.
     freed = len(replaced) * parse_bytes(settings.memory_per_node)
-    core = client.CoreV1Api(cluster.api)
+    pool, has_gpus = settings.node_pool, bool(settings.gpus_per_node)
+    _require_memory(
+        cluster, settings.nodes, amount, freed, lambda node: takes(node, settings, pool, has_gpus)
+    )
+
+
+def require_room_like(cluster: Cluster, pod: Any, amount: str) -> None:
+    """Check that the quotas and the nodes allow another pod like this V1Pod, which has ended, with
+    this much memory.
+
+    Raises: see `require_room`.
+    """
+    plain = client.ApiClient().sanitize_for_serialization
+    spec = pod.spec
+    devices = [(c.resources and c.resources.limits) or {} for c in spec.containers]
+
+    def fits(node: Node) -> bool:
+        allocatable = node.status.allocatable or {}
+        return (
+            not (node.spec and node.spec.unschedulable)
+            and has_labels(node, spec.node_selector or {})
+            and has_affinity(node, plain(spec.affinity) or {})
+            and not untolerated(node, plain(spec.tolerations) or [])
+            and all(parse_quantity(allocatable.get(name, "0")) >= parse_quantity(count)
+                    for limits in devices for name, count in limits.items() if "/" in name)
+        )  # fmt: skip
+
+    _require_memory(replace(cluster, patience=PATIENCE_SECONDS), 1, amount, 0, fits)
+
+
+def _require_memory(
+    cluster: Cluster, pods: int, amount: str, freed: float, fits: Callable[[Node], bool]
+) -> None:
+    """Check that the quotas, with `freed` bytes more, and the nodes that fit allow so many pods
+    with this much memory each."""
+    wanted, core = parse_bytes(amount), client.CoreV1Api(cluster.api)
     for quota in cluster.ask(core.list_namespaced_resource_quota, cluster.namespace).items:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for key in (key for key in MEMORY_KEYS if key in hard):
             left = parse_quantity(hard[key]) - parse_quantity(used.get(key, "0")) + freed
-            if settings.nodes * wanted > left:
+            if pods * wanted > left:
                 raise StageError(
                     f"the quota {quota.metadata.name} has {hard[key]} {key}, of which "
                     f"{used.get(key, '0')} are used",
@@ -288,10 +322,10 @@ def require_room(cluster: Cluster, settings: LaunchSettings, amount: str, work: 
     sizes = {
         node.metadata.name: parse_quantity((node.status.allocatable or {}).get("memory", "0"))
         for node in cluster.ask(core.list_node).items
-        if takes(node, settings, settings.node_pool, bool(settings.gpus_per_node))
+        if fits(node)
     }
     # As if the nodes were empty: other pods may end, and the scheduler decides.
-    if sum(size // wanted for size in sizes.values()) < settings.nodes:
+    if sum(size // wanted for size in sizes.values()) < pods:
         there = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in sizes.items())
         raise StageError(
             f"of the nodes that it may run on, too few have it: {there or 'none'}", Code.NO_ROOM

@@ -17,6 +17,7 @@ from kubernetes import client as kubernetes  # type: ignore[import-untyped]
 from lathe_base.errors import StageError, UserError
 from lathe_launch.cluster.api import WORKFLOWS, Cluster
 from lathe_launch.cluster.logs import LogFollower
+from lathe_launch.cluster.nodes import require_room_like
 from lathe_launch.cluster.reasons import OOM, QUEUE, container_state, why_queued
 from lathe_launch.cluster.status import pod_usage
 from lathe_launch.usage import Usage
@@ -171,22 +172,25 @@ class Pods:
                 metrics[step.name] = log.words.figures
         return metrics
 
-    def out_of_memory(self) -> dict[str, str]:
-        """The steps whose last pod was killed for memory, and its memory limit; empty without one.
+    def out_of_memory(self) -> dict[str, Any]:
+        """The steps whose last pod was killed for memory, and that V1Pod; empty without one.
 
         Raises:
             UserError, StageError: the pods cannot be listed.
         """
         pods = self._cluster.pods(f"{RUN}={self._run_id},{STAGE}")
         pods.sort(key=lambda pod: pod.metadata.creation_timestamp)
-        killed: dict[str, str] = {}
+        killed: dict[str, Any] = {}
         # Of several attempts, the last.
         for step, pod in {pod.metadata.labels[STAGE]: pod for pod in pods}.items():
             state = container_state(pod, CONTAINER)
             if state and state.terminated and state.terminated.reason == OOM:
-                (main,) = (c for c in pod.spec.containers if c.name == CONTAINER)
-                killed[step] = ((main.resources and main.resources.limits) or {}).get("memory", "")
+                killed[step] = pod
         return killed
+
+    def require_room(self, pod: Any, memory: str) -> None:
+        """Check that another pod like this one may have this much memory: `require_room_like`."""
+        require_room_like(self._cluster, pod, memory)
 
     def _read(self, step: Step, emit: Callable[[str], None] | None) -> _Log:
         words = StageLog()

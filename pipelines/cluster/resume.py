@@ -17,7 +17,7 @@ from lathe_base.errors import Code, StageError, UserError
 from lathe_base.storage import list_objects
 from lathe_launch.cluster.nodes import more_memory
 from pipelines.cluster.follow import Logs
-from pipelines.cluster.pods import Pods, open_pods
+from pipelines.cluster.pods import CONTAINER, Pods, open_pods
 from pipelines.cluster.results import ResultsReader
 from pipelines.cluster.server import HELP, Client, answers, connect, run_state
 from pipelines.cluster.submit import Followed, prepare, start
@@ -55,20 +55,53 @@ def require_enough_memory(client: Client, run: str) -> None:
     """Check that no step of a run was killed for memory; nothing if its pods cannot be read.
 
     Raises:
-        UserError: one was; the hint proposes more.
+        UserError: one was; the hint proposes more, within the quota and the nodes.
     """
     pods = open_pods(run, client.steps_namespace, None)
     if not isinstance(pods, Pods):
         return
-    with suppress(StageError):
-        for step, limit in pods.out_of_memory().items():
-            proposed = f"MEMORY={more_memory(limit)}" if limit else "MEMORY="
-            raise UserError(
-                f"run {run}: {step} was killed because it needed more memory than its limit"
-                + (f" of {limit}" if limit else ""),
-                f"make resume RUN={run} {proposed}, or FORCE=1 to try with the same",
-                Code.OUT_OF_MEMORY,
-            )
+    killed: dict[str, Any] = {}
+    with suppress(UserError, StageError):
+        killed = pods.out_of_memory()
+    if not killed:
+        return
+    said, proposed = [], []
+    room = "FORCE=1 to try with the same"
+    for step, pod in killed.items():
+        (main,) = (c for c in pod.spec.containers if c.name == CONTAINER)
+        limit = ((main.resources and main.resources.limits) or {}).get("memory", "")
+        said.append(
+            f"{step} was killed because it needed more memory than its limit"
+            + (f" of {limit}" if limit else "")
+        )
+        amount = more_memory(limit) if limit else "..."
+        if limit:
+            try:
+                pods.require_room(pod, amount)
+            except StageError as error:
+                said.append(f"there is no room for {amount}: {error}")
+                room = f"more memory in the quota or on a node, or {room}"
+                continue
+            except UserError:  # quota or nodes may not be read
+                pass
+        proposed.append(f"{step.partition('-')[0]}={amount}")  # as in Launch.steps
+    if len(proposed) == len(killed):
+        hint = f"make resume RUN={run} MEMORY={','.join(proposed)}, or {room}"
+    else:
+        hint = room
+    raise UserError(f"run {run}: {'; '.join(said)}", hint, Code.OUT_OF_MEMORY)
+
+
+def with_memory(arguments: dict[str, Any], memory: str) -> dict[str, Any]:
+    """The arguments of a run with more memory: `6Gi` for every step that computes, or
+    `prune=6Gi,export=8Gi` for these steps only."""
+    if "=" not in memory:
+        return arguments | {"memory": memory}
+    given = dict(part.partition("=")[::2] for part in memory.split(","))
+    settings = {f"Launch.steps.{step}.memory": amount for step, amount in given.items()}
+    kept = [one for one in arguments["overrides"] if one.partition("=")[0] not in settings]
+    more = [f"{key}={amount}" for key, amount in settings.items()]
+    return arguments | {"overrides": [*kept, *more]}
 
 
 def _compiled(client: Client, run: Any) -> dict[str, Any]:
@@ -91,7 +124,11 @@ def main(
     run: Annotated[str, typer.Argument(help="Id of the run to resume.")],
     is_followed: Followed = False,
     memory: Annotated[
-        str, typer.Option(help="Memory of every step that computes, instead of the run's.")
+        str,
+        typer.Option(
+            help="Memory instead of the run's: 6Gi for every step that computes, or STEP=6Gi, with "
+            "commas between several, for single steps."
+        ),
     ] = "",
     is_forced: Annotated[
         bool,
@@ -136,7 +173,7 @@ def main(
         print(f"reused from {run}: {', '.join(sorted(taken)) or nothing}")
         settings = before.runtime_config
         arguments: dict[str, Any] = {"overrides": []} | dict(settings.parameters or {})
-        arguments |= {"memory": memory} if memory else {}
+        arguments = with_memory(arguments, memory) if memory else arguments
         submission = prepare(name, arguments, settings.pipeline_root or "", finished=taken)
         start(submission, f"{name} from {run[:8]}", is_followed, logs)
 

@@ -25,7 +25,7 @@ SUBMIT = {
     *(("", "pods", verb) for verb in ("get", "list")),
     ("", "pods/log", "get"),
     QUEUED,
-    ("", "events", "list"),
+    *(("", kind, "list") for kind in ("events", "resourcequotas")),
     ("argoproj.io", "workflows", "list"),
     ("", "configmaps:kfp-launcher", "get"),
     ("", "nodes", "list"),
@@ -50,7 +50,6 @@ EXPECTED = {
     "lathe-doctor": {
         *SUBMIT,
         *(("", "pods", verb) for verb in ("create", "delete")),
-        ("", "resourcequotas", "list"),
         *(("", f"serviceaccounts:{name}", "get") for name in OF_PIPELINES),
         ("authorization.k8s.io", "localsubjectaccessreviews", "create"),
         ("kubeflow.org", "scheduledworkflows", "list"),

@@ -1,6 +1,7 @@
 """Resuming a run reuses the steps that it has finished."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -58,10 +59,12 @@ def compiled_spec(pipeline: Any) -> dict[str, Any]:
     return json_format.MessageToDict(pipeline.pipeline_spec)
 
 
-def test_a_run_that_ran_out_of_memory_is_resumed_with_more(kfp, place, monkeypatch, tmp_path):
+@pytest.fixture
+def killed(kfp, place, monkeypatch, tmp_path) -> Iterator[FakeKubernetes]:
+    """The cluster of a run whose step prune was killed for memory, with a node of 16 GiB."""
     ended = {"exitCode": 137, "reason": "OOMKilled"}
     main = {"name": "main", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
-    limits = {"resources": {"limits": {"memory": "4Gi"}}}
+    limits = {"resources": {"limits": {"memory": "4Gi", "nvidia.com/gpu": "1"}}}
     with FakeKubernetes() as kubernetes:
         monkeypatch.setenv("KUBECONFIG", str(kubernetes.kubeconfig(tmp_path, "kubeflow")))
         for step, state in (("prepare", {"exitCode": 0}), ("prune", ended)):
@@ -69,18 +72,64 @@ def test_a_run_that_ran_out_of_memory_is_resumed_with_more(kfp, place, monkeypat
             status = {"containerStatuses": [main | {"state": {"terminated": state}}]}
             pod = {"metadata": {"name": step, "labels": labels}, "status": status}
             pod["spec"] = {"containers": [{"name": "main"} | limits]}
+            pod["spec"]["nodeSelector"] = {"lathe/node-pool": "gpu"}
             kubernetes.create("pods", pod, "kubeflow")
-        refused = CliRunner().invoke(resume.app, [RUN])
-        assert refused.exit_code == 2 and list(kfp.runs) == [RUN]
-        assert "prune was killed because it needed more memory than its limit of 4Gi" in (
-            refused.output
-        )
-        assert f"make resume RUN={RUN} MEMORY=6Gi, or FORCE=1" in refused.output
-        for options, memory in ((["--memory", "6Gi"], "6Gi"), (["--force"], "")):
-            result = CliRunner().invoke(resume.app, [RUN, *options])
-            assert result.exit_code == 0, result.output
-            *_, run = kfp.runs.values()
-            assert run["runtime_config"]["parameters"]["memory"] == memory
+        for name, pool, gpus in (("n0", "gpu", "1"), ("n1", "other", "1"), ("n2", "gpu", "0")):
+            amounts = {"memory": "16Gi" if name == "n0" else "64Gi", "nvidia.com/gpu": gpus}
+            node = {"metadata": {"name": name, "labels": {"lathe/node-pool": pool}}}
+            kubernetes.create("nodes", node | {"status": {"allocatable": amounts}}, "")
+        yield kubernetes
+
+
+WAS_KILLED = "prune was killed because it needed more memory than its limit of 4Gi"
+
+
+def test_a_step_that_ran_out_of_memory_is_resumed_with_more(kfp, killed):
+    refused = CliRunner().invoke(resume.app, [RUN])
+    assert refused.exit_code == 2 and list(kfp.runs) == [RUN]
+    assert WAS_KILLED in refused.output
+    assert f"make resume RUN={RUN} MEMORY=prune=6Gi, or FORCE=1" in refused.output
+    for options, memory in ((["--memory", "6Gi"], "6Gi"), (["--force"], "")):
+        result = CliRunner().invoke(resume.app, [RUN, *options])
+        assert result.exit_code == 0, result.output
+        *_, run = kfp.runs.values()
+        assert run["runtime_config"]["parameters"]["memory"] == memory
+
+    kfp.runs[RUN]["runtime_config"] = {
+        "parameters": PARAMETERS
+        | {"overrides": [*PARAMETERS["overrides"], "Launch.steps.prune.memory=4Gi"]}
+    }
+    result = CliRunner().invoke(resume.app, [RUN, "--memory", "prune=6Gi"])
+    assert result.exit_code == 0, result.output
+    *_, run = kfp.runs.values()
+    parameters = run["runtime_config"]["parameters"]
+    assert parameters["memory"] == ""
+    overrides = [one for one in parameters["overrides"] if "memory" in one]
+    assert overrides == ["Launch.steps.prune.memory=6Gi"]
+    version = run["pipeline_version_reference"]["pipeline_version_id"]
+    executors = next(yaml.load_all(kfp.uploads[version], yaml.CSafeLoader))["deploymentSpec"]
+    memory = {
+        step: executors["executors"][f"exec-{step}"]["container"]["resources"][
+            "resourceMemoryLimit"
+        ]
+        for step in ("prune", "quantize")
+    }
+    assert memory["prune"] == "6Gi" and "pipelinechannel" in memory["quantize"]
+
+
+def test_no_more_memory_is_proposed_than_quota_and_nodes_have(kfp, killed):
+    killed.patch("nodes", "n0", {"status": {"allocatable": {"memory": "5Gi"}}}, "")
+    refused = CliRunner().invoke(resume.app, [RUN]).output
+    assert WAS_KILLED in refused and "there is no room for 6Gi: " in refused
+    assert "too few have it: n0 5.0 GiB\n" in refused and "MEMORY=" not in refused
+    killed.patch("nodes", "n0", {"status": {"allocatable": {"memory": "16Gi"}}}, "")
+    status = {"hard": {"limits.memory": "8Gi"}, "used": {"limits.memory": "3Gi"}}
+    quota = {"metadata": {"name": "lathe"}, "status": status}
+    killed.create("resourcequotas", quota, "kubeflow")
+    refused = CliRunner().invoke(resume.app, [RUN]).output
+    assert "the quota lathe has 8Gi limits.memory, of which 3Gi are used" in refused
+    killed.denied.add(("list", "resourcequotas"))  # what may not be read does not count
+    assert "MEMORY=prune=6Gi" in CliRunner().invoke(resume.app, [RUN]).output
 
 
 def test_finished_steps_are_imported_and_the_others_run(kfp, place):
