@@ -174,7 +174,7 @@ def with_sidecars(needs: list[Need], pods: list[Any]) -> list[Need]:
 
     def of(container: Any, kind: str, name: str) -> Decimal:
         amounts = (container.resources and getattr(container.resources, kind)) or {}
-        return parse_quantity(amounts.get(name, "0"))
+        return Decimal(parse_quantity(amounts.get(name, "0")))
 
     def total(amounts: Amounts, kind: str) -> Amounts:
         # As the scheduler counts: all that run together, or the largest one before them.
