@@ -52,6 +52,7 @@ def quantize(
         fake_quant.insert(trainable, plan, pact, settings.moving_rate)
         tokens = open_data(data, recipe, config, start.tokenizer)
         fake_quant.calibrate(trainable, calibration_batches(recipe, tokens))
+        workers.barrier()  # one may have calibrated for longer than a collective waits
         if workers.size > 1:
             fake_quant.share_ranges(trainable)
         log.info("PaddleSlim quantized %d linears to INT8", len(plan.linears))

@@ -116,6 +116,7 @@ def run_training(
             if workers.is_first:
                 begin(output, identity)
             trainer = Trainer(recipe, work.model, tokens, output, workers, observe)
+            workers.barrier()  # loading may take longer on one node than a collective waits
             trainer.run()
             # With tensor parallelism every process takes part, but only the first one writes.
             weights = whole_weights(work.model, workers)

@@ -1,11 +1,12 @@
 """This process's ranks among the processes that `paddle.distributed.launch` started, if any, and
 the division of a model over them by tensor parallelism, which Paddle 2.6 supports on GPUs only."""
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from paddle.distributed import fleet
 from lathe.backends.paddle_support import require_no_gpu_needed
 from lathe.model.architecture import Architecture
 from lathe.train.group import missing_gpu
+from lathe.train.heartbeats import Heartbeats, meet
 from lathe_base.config.settings import DistributedSettings, Recipe
 from lathe_base.errors import Code, UserError
 from lathe_paddle import fake_quant
@@ -36,6 +38,8 @@ class Workers:
             `sharding`.
         replicas, shards, parts: Paddle's groups along dp, sharding and mp; None stands for all
             processes in the first, and for this process alone in the others.
+        store, heartbeats: None in a group of one.
+        timeout: seconds that a process may have no heartbeat while others wait for it.
     """
 
     rank: int = 0
@@ -45,6 +49,10 @@ class Workers:
     replicas: Any = None
     shards: Any = None
     parts: Any = None
+    store: "PaddleStore | None" = None
+    heartbeats: Heartbeats | None = None
+    timeout: float = 1800.0
+    _turns: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def mp(self) -> int:
@@ -77,9 +85,21 @@ class Workers:
         return self.data_rank != self.sharding_rank
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait for all processes, however long one of them works alone."""
         if self.size > 1:
+            self._meet()
             dist.barrier()
+
+    def _meet(self) -> None:
+        """Wait for all processes outside of collectives: Paddle 2.6's between CPUs end after 30
+        seconds, and those between GPUs after `Distributed.timeout_minutes`.
+
+        Raises:
+            StageError: one of them has had no heartbeat for `timeout`.
+        """
+        key = f"meet {next(self._turns)}"
+        if self.store is not None and self.heartbeats is not None:
+            meet(key, self.rank, self.size, self.store, self.heartbeats, self.timeout)
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all processes."""
@@ -90,9 +110,11 @@ class Workers:
         return [float(value) for value in tensor.numpy()]
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, by rank. Lathe's own processes exchange them as pickles."""
+        """The values of all processes, by rank, which are waited for as in `barrier`. Lathe's own
+        processes exchange them as pickles."""
         if self.size == 1:
             return [value]
+        self._meet()
         gathered: list[Any] = []
         dist.all_gather_object(gathered, value)
         return gathered
@@ -108,21 +130,66 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     """
     size = int(os.environ.get("PADDLE_TRAINERS_NUM", 1))
     dp, mp, sharding = degrees(recipe.Distributed, size)
+    timeout = 60 * recipe.Distributed.timeout_minutes
+    os.environ["PADDLE_PG_TIMEOUT"] = str(int(1000 * timeout))  # of collectives between GPUs
     paddle.set_device(choose_device(recipe))
     require_device(recipe)
     # One process needs no group; tensor parallelism needs fleet; otherwise plain groups are enough.
     if size == 1:
         yield Workers()
         return
-    if mp > 1:
-        yield _join_fleet(dp, mp, sharding)
-        return
+    workers = _join_fleet(dp, mp, sharding) if mp > 1 else _join(dp, sharding, size)
+    with Heartbeats(PaddleStore(), workers.rank, size) as heartbeats:
+        # A client of its own: requests of one client wait for each other.
+        yield replace(workers, store=PaddleStore(), heartbeats=heartbeats, timeout=timeout)
+
+
+class PaddleStore:
+    """A client of the store that Paddle's processes met at, which runs in the first one; see
+    `lathe.train.heartbeats.Store`."""
+
+    def __init__(self) -> None:
+        # As `paddle.distributed.init_parallel_env` finds it.
+        variables = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+        address = ":".join(filter(None, variables)) if all(variables) else ""
+        address = address or os.environ.get("PADDLE_MASTER", "")
+        address = address or os.environ["PADDLE_TRAINER_ENDPOINTS"].split(",")[0]
+        host, _, port = address.rpartition(":")
+        # The size 0 does not wait for other clients.
+        self._client = paddle.base.core.TCPStore(host, int(port), False, 0)
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter, which begins at 0; returns its new value."""
+        return int(self._ask(self._client.add, key, value))
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._ask(self._client.set, key, value)
+        self.add(f"{key} is set", 1)  # Paddle's store cannot tell whether a key exists
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, which exists."""
+        return bytes(self._ask(self._client.get, key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these keys exist."""
+        return all(self.add(f"{key} is set", 0) for key in keys)
+
+    def _ask(self, request: Any, *arguments: Any) -> Any:
+        try:
+            return request(*arguments)
+        except Exception as error:  # of several types, by the reason of Paddle's C++ code
+            raise RuntimeError(f"the first process's store does not answer: {error}") from error
+
+
+def _join(dp: int, sharding: int, size: int) -> Workers:
+    """Join by plain groups."""
     dist.init_parallel_env()
     rank, replicas, shards = dist.get_rank(), None, None
     if sharding > 1:
         ranks = np.arange(size).reshape(dp, sharding)
         replicas, shards = _find_rank_group(rank, ranks.T), _find_rank_group(rank, ranks)
-    yield Workers(rank, size, rank, size, replicas, shards)
+    return Workers(rank, size, rank, size, replicas, shards)
 
 
 def _find_rank_group(rank: int, groups: NDArray[np.int64]) -> Any:

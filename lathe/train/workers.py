@@ -1,13 +1,10 @@
 """This process among those that torchrun started, if any: its rank, its device and the CPUs beside
-it, its place in the mesh, and the heartbeats by which processes notice that one has stopped."""
+it, and its place in the mesh."""
 
 import functools
 import itertools
 import logging
 import os
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -25,10 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from lathe.train.group import missing_gpu
+from lathe.train.heartbeats import Heartbeats, meet, wait_for
 from lathe.train.layout import DIMS, mesh_shape
 from lathe.train.nccl import log_network
 from lathe_base.config.settings import Recipe
-from lathe_base.errors import Code, StageError, UserError
+from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
 
@@ -37,81 +35,9 @@ ROOM_FOR_ONE_PASS = 4 * 2**30
 """Bytes for what calibrating a model needs whatever its size: the activations and logits of a text,
 and the Hessian of a linear's inputs."""
 
-POLL_SECONDS = 0.5
-"""Between two looks at whether others have finished what they do alone."""
-
-BEAT_SECONDS = 5.0
-SILENT_SECONDS = 40.0
-"""Seconds without a heartbeat after which a process is reported."""
-
 SYSTEM = Path("/sys")
 
 T = TypeVar("T")
-
-
-class Heartbeats:
-    """A background thread that beats for this rank, through the group's store, and watches the next
-    one.
-
-    A collective does not tell who is missing, and gives up after a timeout that cannot know how
-    long one process has to work alone. Heartbeats tell a process that works from one that has
-    stopped (SIGSTOP, a hung file system, a lost node), which exactly one other names.
-
-    Args:
-        store: of the group, for this thread alone: a client's requests wait for each other.
-    """
-
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._watched = store, rank, (rank + 1) % size
-        self._beats, self._end = 0, threading.Event()
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._is_silent = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeats")
-
-    def __enter__(self) -> "Heartbeats":
-        self._beat()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join(BEAT_SECONDS)
-
-    def silence(self, store: Store, rank: int) -> tuple[float, str]:
-        """Seconds for which a rank's heartbeat has not changed since it was first asked for, and
-        the host and process that it is.
-
-        Args:
-            store: the caller's own client.
-        """
-        key, now = f"beat {rank}", time.monotonic()
-        beat = store.get(key).decode() if store.check([key]) else ""
-        if rank not in self._seen or self._seen[rank][0] != beat:
-            self._seen[rank] = (beat, now)
-        return now - self._seen[rank][1], beat.partition(" ")[2] or "not started"
-
-    def _beat(self) -> None:
-        self._beats += 1
-        who = f"{self._beats} {socket.gethostname()}, process {os.getpid()}"
-        self._store.set(f"beat {self._rank}", who)
-
-    def _run(self) -> None:
-        while not self._end.wait(BEAT_SECONDS):
-            try:
-                self._beat()
-                seconds, who = self.silence(self._store, self._watched)
-            except RuntimeError:  # the store has ended with its process, whose end is reported
-                return
-            if seconds > SILENT_SECONDS and not self._is_silent:
-                log.warning(
-                    "rank %d (%s) has not responded for %.0f s: it is stopped or cannot be "
-                    "reached, and the others wait for it",
-                    *(self._watched, who, seconds),
-                )
-                self._is_silent = True
-            elif self._is_silent and seconds < BEAT_SECONDS:
-                log.warning("rank %d responds again", self._watched)
-                self._is_silent = False
 
 
 @dataclass(frozen=True)
@@ -212,10 +138,11 @@ class Workers:
         """
         done = f"agree {next(self._turns)}"
         values: list[Any] = [value() if self.is_first else None]
-        if self.store is not None:
+        if self.store is not None and self.heartbeats is not None:
             if self.is_first:
                 self.store.set(done, "")
-            self._wait(lambda store: store.check([done]), lambda _: [0])
+            store, seconds = self.store, self.timeout.total_seconds()
+            wait_for(lambda: store.check([done]), lambda: [0], store, self.heartbeats, seconds)
         dist.broadcast_object_list(values, src=0, group=self.files)
         result: T = values[0]
         return result
@@ -241,33 +168,9 @@ class Workers:
         """Return when all processes have called it: one may upload a checkpoint, or verify it, for
         longer than a collective may take."""
         key = f"meet {next(self._turns)}"
-        if self.store is None:
-            return
-        self.store.set(f"{key} {self.rank}", "")
-        self.store.add(key, 1)
-
-        def missing(store: Store) -> list[int]:
-            # All would ask for all: the first process watches the others, and these watch it.
-            ranks = range(self.size) if self.is_first else range(1)
-            return [rank for rank in ranks if not store.check([f"{key} {rank}"])]
-
-        self._wait(lambda store: store.add(key, 0) == self.size, missing)
-
-    def _wait(
-        self, is_over: Callable[[Store], bool], missing: Callable[[Store], list[int]]
-    ) -> None:
-        """Wait until `is_over`, for as long as the ranks that are `missing` have a heartbeat."""
-        assert self.store is not None and self.heartbeats is not None
-        began = time.monotonic()
-        while not is_over(self.store):
-            for rank in missing(self.store):
-                silent, who = self.heartbeats.silence(self.store, rank)
-                if silent > self.timeout.total_seconds():
-                    raise StageError(
-                        f"rank {rank} ({who}) has not responded for {silent:.0f} s", Code.TIMEOUT
-                    )
-            # Short at first: as a rule the others are there already.
-            time.sleep(min(POLL_SECONDS, 0.01 + 0.1 * (time.monotonic() - began)))
+        if self.store is not None and self.heartbeats is not None:
+            seconds = self.timeout.total_seconds()
+            meet(key, self.rank, self.size, self.store, self.heartbeats, seconds)
 
 
 @contextmanager

@@ -135,6 +135,37 @@ def test_a_divided_model_learns_what_a_whole_one_does(
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
+ALONE = """
+from lathe_paddle.environment import prepare
+prepare()
+import time
+import paddle.distributed as dist
+from lathe.train import heartbeats
+from lathe_paddle.workers import join_workers
+from lathe_base.config.recipe import load_recipe
+
+heartbeats.BEAT_SECONDS = 0.5
+settings = ["Global.device=cpu", "Distributed.dp_degree=2", "Distributed.timeout_minutes=0.25"]
+with join_workers(load_recipe("tiny", settings)) as workers:
+    assert dist.collective._get_global_env().pg_timeout == 15_000
+    if workers.is_first:
+        time.sleep(33)
+    print("has", workers.gather("written" if workers.is_first else None)[0], flush=True)
+    workers.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_the_first_process_may_work_longer_than_a_collective(
+    paddle_python: Path, tmp_path: Path
+) -> None:
+    """33 s alone, where Paddle's collectives between CPUs end after 30 and the timeout is 15."""
+    done = two_processes(paddle_python, tmp_path, ALONE)
+    logs = [path.read_text() for path in (tmp_path / "logs").glob("workerlog.*")]
+    assert done.returncode == 0, logs
+    assert ["has written" in log for log in logs] == [True, True]
+
+
 RECIPES = ("prune-345m", "prune-6.7b-sharding16", "qat-345m", "qat-345m-mp8", "qat-6.7b-sharding16")
 
 

@@ -11,17 +11,19 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from lathe.train import workers
-from lathe.train.workers import Heartbeats
+from lathe.train import heartbeats
+from lathe.train.heartbeats import Heartbeats
+from lathe_base.errors import Code, StageError
 from lathe_base.ports import free_port
 from tests.support import warm
+from tests.support.errors import raises
 
 WORK_ALONE = """
 import time
 import torch
-from lathe.train import workers
-workers.BEAT_SECONDS = 0.1
-workers.SILENT_SECONDS = 1.0
+from lathe.train import heartbeats
+heartbeats.BEAT_SECONDS = 0.1
+heartbeats.SILENT_SECONDS = 1.0
 from lathe.train.workers import join_workers
 from lathe_base.config.recipe import load_recipe
 from lathe_base.console import log_to_stderr
@@ -68,8 +70,8 @@ def test_a_process_may_work_longer_than_a_collective() -> None:
 def test_a_process_without_a_heartbeat_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_stopped: bool
 ) -> None:
-    monkeypatch.setattr(workers, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(workers, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeats, "SILENT_SECONDS", 0.3)
     caplog.set_level(logging.WARNING)
     with TCPStoreOfTest() as store:
         frozen = threading.Event()
@@ -86,6 +88,16 @@ def test_a_process_without_a_heartbeat_is_named_once(
     assert len(said) == is_stopped
     if is_stopped:
         assert said[0].startswith("rank 1 (") and f"process {os.getpid()}" in said[0]
+
+
+def test_who_waits_for_a_process_that_has_stopped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeats, "BEAT_SECONDS", 0.02)
+    with TCPStoreOfTest() as store, Heartbeats(store.clone(), 0, 2) as own:
+        with Heartbeats(store.clone(), 1, 2):  # it works for longer than the timeout
+            done = iter([False] * 4 + [True])
+            heartbeats.wait_for(lambda: next(done), lambda: [0, 1], store.clone(), own, 0.1)
+        with raises(Code.TIMEOUT, "rank 1 (", kind=StageError):
+            heartbeats.wait_for(lambda: False, lambda: [0, 1], store.clone(), own, 0.3)
 
 
 class TCPStoreOfTest:
