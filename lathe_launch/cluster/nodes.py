@@ -154,7 +154,7 @@ def _shown(taint: Any) -> str:
     return f"{taint.key}{f'={taint.value}' if taint.value else ''}:{taint.effect}"
 
 
-def labels_of(nodes: Iterable[Node], settings: Placement, node_pool: str) -> list[dict[str, str]]:
+def pool_labels(nodes: Iterable[Node], settings: Placement, node_pool: str) -> list[dict[str, str]]:
     """The labels of the nodes on which pods with GPUs and this placement may run."""
     return [_labels(node) for node in nodes if takes(node, settings, node_pool, has_gpus=True)]
 

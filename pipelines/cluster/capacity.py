@@ -18,7 +18,7 @@ from lathe_base.checks import NOT_CHECKED, Check, Finding, State
 from lathe_base.config.settings import LaunchSettings, Placements
 from lathe_base.errors import Code, StageError, UserError
 from lathe_launch.cluster.api import Cluster
-from lathe_launch.cluster.nodes import doubts, labels_of, takes
+from lathe_launch.cluster.nodes import doubts, pool_labels, takes
 from lathe_launch.shape import require_whole_gpus
 from pipelines.compiler.compile import step_containers
 
@@ -204,7 +204,7 @@ def _whole_gpus(cluster: Cluster, pool: Pool, placement: Placements) -> str:
     resources = set()
     for name in TRAINS:
         settings = placement.of_step(name)
-        labels = labels_of(nodes, settings, pool.node_pool)
+        labels = pool_labels(nodes, settings, pool.node_pool)
         require_whole_gpus(pool.gpus, settings, labels)
         resources.add(settings.gpu_resource)
     return ", ".join(sorted(resources))

@@ -165,7 +165,7 @@ def test_several_slices_for_one_pod_are_refused(
 
 
 def test_the_first_step_of_a_run_refuses_slices() -> None:
-    """Of runs made in the UI as well, which `make submit` does not check."""
+    """Runs made in the UI do not pass the checks of `make submit`."""
     slices = ["Launch.gpu_resource=nvidia.com/mig-1g.10gb"]
     plan("tiny", slices, pool=Pool(gpus=1))
     plan("tiny", [], pool=Pool(gpus=2))
