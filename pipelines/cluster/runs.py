@@ -173,7 +173,7 @@ def _cluster_run(reader: ResultsReader, run: Any, pods: Mapping[str, Mapping[str
     }
     failures = {name: Usage(hours=s / 3600) for name, s in seconds.items()}
     of_pods = pods.get(run.run_id, {})  # at first for the order in which steps began
-    usage = of_pods | failures | of_pods | results.usage
+    usage = {**of_pods, **failures, **of_pods, **results.usage}
     # The zero time stands for a run that has not ended.
     ended = run.finished_at if run.finished_at and run.finished_at.year > 1970 else None
     return Run(
