@@ -193,7 +193,7 @@ def roll_back(recipe: Recipe, to: str | None = None) -> Production:
         to = previous[0].release
     # A release that was live has passed the tests; others may never have been served.
     release = releases.find(to)
-    if release not in {placed.release for placed in (pointer.live, *previous) if placed}:
+    if not pointer.has_had(release):
         raise UserError(
             f"{releases.address(release)} was never live: it may never have been tested",
             "publish it with `lathe release publish`, which tests it",

@@ -1,6 +1,6 @@
 """The releases of a model in the object store, and the pointer to the one in production.
 
-    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once whole
+    RELEASES/MODEL/sha256-DIGEST/              a Triton model repository; never changed once live
     RELEASES/MODEL/sha256-DIGEST.golden.json   its golden prompts, and figures of its evaluation
     RELEASES/MODEL/production.json             the live release and earlier ones
     RELEASES/MODEL/looks.json                  comparisons with the live one, if they are counted
@@ -173,6 +173,10 @@ class Pointer(BaseModel):
         """Name of the live release."""
         return self.live.release if self.live else None
 
+    def has_had(self, release: str) -> bool:
+        """Whether a release is or was live."""
+        return any(placed.release == release for placed in (self.live, *self.previous) if placed)
+
     def moved_to(self, release: str, now: datetime) -> "Pointer":
         """The pointer with `release` live; unchanged if it already is."""
         if self.live is None:
@@ -196,9 +200,10 @@ class Releases:
         return f"{self.root}/{release}/"
 
     def publish(self, repository: Path, golden: Golden) -> str:
-        """Upload a repository under the digest of its contents, unless it exists; returns its name.
+        """Upload a repository under the digest of its contents; returns its name.
 
-        An existing release is never written to, even if its bytes have changed.
+        A release that is or was live is never written to, even if its bytes have changed. Another
+        one gets the new attestations, such as of a verdict that it lacked.
 
         Raises:
             UserError: the store cannot be written to.
@@ -207,7 +212,7 @@ class Releases:
         release = release_name(repository)
         if not exists(self._golden(release)):
             write_text(self._golden(release), golden.model_dump_json(indent=1) + "\n")
-        if exists(self.address(release)):
+        if exists(self.address(release)) and self.pointer().has_had(release):
             log.info("%s is already published", self.address(release))
         else:
             upload(repository, self.address(release))

@@ -15,7 +15,7 @@ from lathe.cli import app
 from lathe.release import publish as production
 from lathe.release.deploy import deploy
 from lathe.release.publish import LiveReleaseChanged, publish_release, roll_back
-from lathe.release.release import Pointer, Releases, open_releases, release_name
+from lathe.release.release import Golden, Pointer, Releases, open_releases, release_name
 from lathe_base.config.settings import ProductionSettings, Recipe
 from lathe_base.errors import Code, StageError
 from lathe_base.storage import digest, list_uris, read_text, write_text
@@ -176,6 +176,24 @@ def test_killed_after_the_upload_and_run_again(
     release = release_name(deployed / "repository")
     assert releases.published() == [release] and live(releases) is None
     assert publish_release(recipe, deployed).release == live(releases) == release
+
+
+def test_new_attestations_replace_those_of_a_release_that_was_never_live(
+    store: str, tmp_path: Path
+) -> None:
+    """Such as the verdict without which the server's pods have refused it."""
+    releases = Releases(f"{store}/releases/gpt")
+    golden = Golden(published=datetime.now(UTC), max_tokens=1, prompts=(), figures={})
+    (tmp_path / "config.pbtxt").write_text("name")
+    attestations = tmp_path / "provenance.intoto.jsonl"
+    for text in ("without a verdict", "with a verdict"):
+        attestations.write_text(text)
+        release = releases.publish(tmp_path, golden)
+        assert read_text(f"{releases.address(release)}{attestations.name}") == text
+    releases.point(Pointer().moved_to(release, datetime.now(UTC)), seen=Pointer())
+    attestations.write_text("another verdict")
+    assert releases.publish(tmp_path, golden) == release
+    assert read_text(f"{releases.address(release)}{attestations.name}") == "with a verdict"
 
 
 def test_one_of_two_concurrent_pointer_moves_fails(store: str) -> None:
