@@ -24,12 +24,7 @@ def start_new(site: Site, pipeline: str, **typed: Any) -> str:
     body = new_run(site, pipeline, **typed)
     if not site.ui:
         return site.start(body)
-    version = body["pipeline_version_reference"]
-    query = {
-        "pipelineId": version["pipeline_id"],
-        "pipelineVersionId": version["pipeline_version_id"],
-    }
-    return _submit(site, f"new {pipeline}", query, body, typed)
+    return _submit(site, f"new {pipeline}", _version(body), body, typed)
 
 
 def start_clone(site: Site, run: str, **typed: Any) -> str:
@@ -48,13 +43,17 @@ def start_recurring(site: Site, pipeline: str, **typed: Any) -> str:
     if not site.ui:
         made = connect().recurring_runs.recurring_run_service_create_recurring_run(body)
         return str(made.recurring_run_id)
+    query = _version(body) | {"recurring": "1"}
+    return _submit(site, f"recurring {pipeline}", query, body, typed)
+
+
+def _version(body: Mapping[str, Any]) -> dict[str, str]:
+    """What opens the form with a run's version of the pipeline."""
     version = body["pipeline_version_reference"]
-    query = {
+    return {
         "pipelineId": version["pipeline_id"],
         "pipelineVersionId": version["pipeline_version_id"],
-        "recurring": "1",
     }
-    return _submit(site, f"recurring {pipeline}", query, body, typed)
 
 
 def _submit(
