@@ -146,16 +146,16 @@ def smoothing_factors(
     recipe: Recipe, model: GPT, batches: Sequence[Tensor], formats: Formats
 ) -> Factors:
     """Smoothing factors of the linears' inputs (see `lathe.compress.smoothing`), for use before
-    `with_int8_formats`; none if static scales already cost little enough and no weight has group
-    scales.
+    `with_int8_formats`; none if static scales already cost little enough and no input has dynamic
+    ones.
 
     Arguments: those of `int8_candidates`.
     """
     settings = recipe.Compress.Quantization
     trial = _Trial(recipe, model, batches, formats)
     int8 = INT8_FORMATS[settings.activation_quantize_type]
-    grouped = {fmt for fmt, facts in FORMATS.items() if facts.is_grouped}
-    is_due = settings.has_int4 or bool(grouped & {*formats.values(), int8[0]})
+    dynamic = {fmt for fmt, facts in FORMATS.items() if facts.activation == "dynamic_int8"}
+    is_due = settings.has_int4 or bool(dynamic & {*formats.values(), int8[0]})
     if settings.smoothing and not is_due and trial.names and int8[0] == "static_int8":
         is_due = trial.total_cost("static_int8") > trial.limit
     if not (settings.smoothing and is_due):

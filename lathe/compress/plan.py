@@ -39,6 +39,7 @@ INT8_FORMATS: Mapping[ActivationScales, Sequence[Format]] = {
     "auto": ("static_int8", "dynamic_int8"),
     "moving_average_abs_max": ("static_int8",),
     "dynamic": ("dynamic_int8",),
+    "token": ("token_int8",),
     "none": ("weight_only_int8",),
 }
 """The formats that `int8` stands for; for `auto` both, the default first."""

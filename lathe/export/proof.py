@@ -456,13 +456,13 @@ def _error(model: GPT, name: str, x: NDArray[np.float32], outputs: NDArray[np.fl
         if isinstance(observer, Observer):
             scales = torch.full_like(inputs, observer.scale)
         else:
-            scales = activation_scales(split(inputs, observer.size))
-            scales = scales.repeat_interleave(observer.size, -1)
+            size = observer.size or inputs.shape[-1]
+            scales = activation_scales(split(inputs, size)).repeat_interleave(size, -1)
             scales = scales.flatten(-2)[..., : inputs.shape[-1]]  # without the last group's padding
         levels = inputs / scales
         edges = ((levels - levels.floor() - 0.5).abs() < EDGE).to(inputs.dtype)
         allowed = allowed + ((edges * scales) @ weight.abs().amax(0))[..., None]
-    if isinstance(observer, RoundGroups):
+    if isinstance(observer, RoundGroups) and observer.size:
         allowed = allowed + kernel_rounding(inputs, weight, observer.size)
     allowed = allowed.broadcast_to(expected.shape)
     if model.config.architecture.is_fused(name):  # the graph has one matrix after the other
@@ -485,6 +485,8 @@ def _input_and_output(graph: onnx.ModelProto, linear: str, is_rounded: bool) -> 
     result = "logits" if linear == HEAD else linear
     if made_by[result].op_type == GROUPED:
         return made_by[result].input[0], result
+    if by_token := made_by.get(f"{linear}.magnitudes"):
+        return by_token.input[0], result
     product = made_by.get(f"{linear}.matmul", made_by[result])  # the sum with a bias comes after
     if not is_rounded:
         return product.input[0], result

@@ -12,6 +12,9 @@ fast kernels on x86 (int8 x int8 falls back to a path an order of magnitude slow
 needs to be disabled for it: SkipLayerNormFusion fuses one sum of this graph, the last, which
 changes neither the speed nor, in int8, a bit of the logits.
 
+A linear whose input has a scale per token is `MatMulInteger(uint8 x, int8 w)`, whose result is
+multiplied by both scales.
+
 A linear whose input the plan leaves in float is `MatMul(x, DequantizeLinear(int8 w))`, which
 onnxruntime fuses to `MatMulNBits` of 8 bits (the head's is not fused). `open_session` makes it
 compute in float32: by default it rounds x to int8.
@@ -46,15 +49,23 @@ from lathe.model.integer_weights import (
     split,
     weight_scales,
 )
-from lathe.model.quantization import LinearFormat
+from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe_serving.runtime.session import ROUNDED_INPUT
 
 ACTIVATION_ZERO_POINT = 128
 GROUPED = "MatMulNBits"
 FLOAT_INPUT = 1
 """`accuracy_level` of `MatMulNBits` with inputs in float32."""
-INTEGER_KERNELS = ("MatMulIntegerToFloat", "QLinearMatMul", "QGemm", f"{GROUPED} of integers")
+INTEGER_KERNELS = (
+    "MatMulIntegerToFloat",
+    "MatMulInteger",
+    "QLinearMatMul",
+    "QGemm",
+    f"{GROUPED} of integers",
+)
 FLOAT_KERNELS = ("MatMul", "FusedMatMul", "Gemm", GROUPED)
+SMALLEST_PEAK = 1e-30
+"""Magnitude of a token of zeros, whose scale must not be 0."""
 OFFSET_ROUNDING = 3e-7
 """Rounding error of what MatMulNBits adds and subtracts again, since it stores integers without a
 sign, relative to the inputs of a group times the weight's entry of largest magnitude. Observed:
@@ -103,6 +114,8 @@ def linear(g: Graph, name: str, x: str) -> str:
         g.declare(name, None, None, n_out)
         return _grouped_product(g, (x, *stored), bias, name, (n_out, n_in), fmt)
     values, scale = _rows(g, weight, fmt, g.weights[weight].T, transpose=True)
+    if fmt.activation == "dynamic_int8":
+        return _product_by_token(g, name, x, values, scale, bias)
     zero_points = _zero_points(g, name, fmt, scale)
     dequantized = g.op("DequantizeLinear", values, scale, *zero_points, axis=1)
     return _product(g, name, _rounded_input(g, name, x, fmt), dequantized, bias)
@@ -124,6 +137,8 @@ def head(g: Graph, x: str) -> str:
     # Transposed while still int8: a Transpose after DequantizeLinear would hide the integer weight
     # from onnxruntime's fusion.
     transposed = g.op("Transpose", table, perm=[1, 0])
+    if fmt.activation == "dynamic_int8":
+        return _product_by_token(g, HEAD, x, transposed, scale, "", "logits")
     zero_points = _zero_points(g, HEAD, fmt, scale)
     dequantized = g.op("DequantizeLinear", transposed, scale, *zero_points, axis=1)
     return g.op("MatMul", _rounded_input(g, HEAD, x, fmt), dequantized, name="logits")
@@ -178,6 +193,28 @@ def _product(g: Graph, name: str, x: str, weight: str, bias: str) -> str:
     if not bias:
         return g.op("MatMul", x, weight, name=name)
     return g.op("Add", g.op("MatMul", x, weight, name=f"{name}.matmul"), bias, name=name)
+
+
+def _product_by_token(
+    g: Graph, name: str, x: str, values: str, scale: str, bias: str, output: str = ""
+) -> str:
+    """A linear of x (..., I), which is rounded with a scale for each token, and of the integers (I,
+    O) of a weight."""
+    last = g.constant("last_axis", np.array([-1], np.int64))
+    peak = g.op("ReduceMax", g.op("Abs", x, name=f"{name}.magnitudes"), last, keepdims=1)
+    peak = g.op("Max", peak, g.constant("smallest_peak", np.array(SMALLEST_PEAK, np.float32)))
+    levels = g.constant("levels", np.array(ACTIVATION_LEVELS, np.float32))
+    x_scale = g.op("Div", peak, levels)
+    offset = g.constant("zero_point_float", np.array(ACTIVATION_ZERO_POINT, np.float32))
+    shifted = g.op("Add", g.op("Round", g.op("Div", x, x_scale)), offset)
+    integers = g.op("Cast", shifted, to=TensorProto.UINT8)
+    zero_point = g.constant("zero_point", np.array(ACTIVATION_ZERO_POINT, np.uint8))
+    product = g.op("MatMulInteger", integers, values, zero_point, name=f"{name}.matmul")
+    floats = g.op("Mul", g.op("Cast", product, to=TensorProto.FLOAT), x_scale)
+    output = output or name
+    if not bias:
+        return g.op("Mul", floats, scale, name=output)
+    return g.op("Add", g.op("Mul", floats, scale), bias, name=output)
 
 
 def _rounded_input(g: Graph, name: str, x: str, fmt: LinearFormat) -> str:
@@ -322,6 +359,8 @@ def compressed_tensors(matrix: IntegerWeight) -> dict[str, Tensor]:
     if matrix.fmt.activation == "int8":
         scale = torch.tensor([matrix.fmt.activation_scale])
         return {"weight": matrix.values, "weight_scale": scales, "input_scale": scale}
+    if _scales_tokens(matrix.fmt):
+        return {"weight": matrix.values, "weight_scale": scales}
     tensors = {
         "weight_packed": packed_words(matrix.values, matrix.bits),
         "weight_scale": scales,
@@ -335,24 +374,33 @@ def compressed_tensors(matrix: IntegerWeight) -> dict[str, Tensor]:
 
 def compressed_scheme(fmt: LinearFormat) -> dict[str, Any]:
     """The scheme of a format's linears in the `quantization_config` of compressed-tensors."""
+    size, strategy = fmt.weight.group_size, STRATEGIES[fmt.weight.quantize_type]
 
-    def arguments(bits: int, strategy: str, is_symmetric: bool = True) -> dict[str, Any]:
+    def arguments(bits: int, strategy: str) -> dict[str, Any]:
         return {
             "num_bits": bits,
             "type": "int",
-            "symmetric": is_symmetric,
+            "symmetric": True,
             "strategy": strategy,
             "dynamic": False,
         }
 
-    is_static, size = fmt.activation == "int8", fmt.weight.group_size
-    strategy = STRATEGIES[fmt.weight.quantize_type]
-    weights = arguments(fmt.weight.bits, strategy, not fmt.weight.zero_points)
+    weights = arguments(fmt.weight.bits, strategy) | {"symmetric": not fmt.weight.zero_points}
+    inputs = None
+    if fmt.activation == "int8":
+        inputs = arguments(8, "tensor")
+    elif _scales_tokens(fmt):
+        inputs = arguments(8, "token") | {"dynamic": True}
     return {
-        "format": "int-quantized" if is_static else "pack-quantized",
+        "format": "int-quantized" if inputs else "pack-quantized",
         "weights": weights | ({"group_size": size} if size else {}),
-        "input_activations": arguments(8, "tensor") if is_static else None,
+        "input_activations": inputs,
     }
+
+
+def _scales_tokens(fmt: LinearFormat) -> bool:
+    """Whether inputs are rounded with one scale for each token."""
+    return fmt.activation == "dynamic_int8" and not fmt.weight.group_size
 
 
 def packed_words(values: Tensor, bits: int) -> Tensor:

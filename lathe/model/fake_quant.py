@@ -4,7 +4,9 @@ backward pass is the straight-through estimator (Bengio et al. 2013; Jacob et al
 Static INT8: activations have one scale per tensor, tracked as the moving average of the absolute
 maximum; weights are symmetric, with one scale per output channel (or per tensor), computed from the
 weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs, and so have
-activations, computed from each token, as in onnxruntime's `MatMulNBits` (accuracy level 4).
+activations, computed from each token, as in onnxruntime's `MatMulNBits` (accuracy level 4). INT8
+with a scale per token: the activations of each token have one scale, and weights those of static
+INT8.
 `lathe.model.integer_weights` rounds the weights.
 """
 
@@ -107,7 +109,11 @@ class Observer(nn.Module):
 
 
 class RoundGroups(nn.Module):
-    """Rounds activations to INT8, each token with scales of its own: `round_activation`."""
+    """Rounds activations to INT8, each token with scales of its own: `round_activation`.
+
+    Attributes:
+        size: of a group; 0: a token has one scale.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -119,9 +125,13 @@ class RoundGroups(nn.Module):
 
 
 def round_activation(x: Tensor, size: int) -> Tensor:
-    """Round activations (..., in) to INT8 in groups and back, with straight-through gradients.
+    """Round activations (..., in) to INT8 and back, with straight-through gradients.
 
-    The scale of a group is its largest magnitude / 127."""
+    The scale of a group is its largest magnitude / 127.
+
+    Args:
+        size: of a group; 0: all inputs of a token are one.
+    """
     y: Tensor = _RoundActivation.apply(x, size)  # type: ignore[no-untyped-call]
     return y
 
@@ -135,7 +145,7 @@ def activation_scales(groups: Tensor) -> Tensor:
 class _RoundActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        groups = split(x, size)
+        groups = split(x, size or x.shape[-1])
         scale = activation_scales(groups)
         rounded = torch.round(groups / scale).mul_(scale)
         return rounded.flatten(-2)[..., : x.shape[-1]]

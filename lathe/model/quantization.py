@@ -70,8 +70,9 @@ class LinearFormat:
     Attributes:
         weight: format of the weight.
         activation: format of the input. `int8` is `clip(round(x / s), -128, 127) * s`;
-            `dynamic_int8`, of linears with groups, is the same with a scale for every group of
-            every token, its largest magnitude / 127; None leaves the input in float.
+            `dynamic_int8` is the same with scales of every token, its largest magnitude / 127: one
+            for every group of the weight, or else one for the token; None leaves the input in
+            float.
         activation_scale: the scale s of `int8`; 0 means not known yet.
     """
 
@@ -90,7 +91,8 @@ class LinearFormat:
         inputs = {
             None: "float inputs",
             "int8": "INT8 inputs, static scale",
-            "dynamic_int8": "INT8 inputs, dynamic scales",
+            "dynamic_int8": "INT8 inputs, "
+            + ("dynamic scales" if self.weight.group_size else "a dynamic scale per token"),
         }
         return (
             f"INT{self.weight.bits} {scales[self.weight.quantize_type]}, {inputs[self.activation]}"
@@ -206,8 +208,8 @@ class _LinearJson(_PlanPart):
     def _has_its_scale(self) -> "_LinearJson":
         if (self.activation == "int8") != (self.activation_scale > 0):
             raise ValueError("activation int8 and activation_scale go together")
-        if self.activation and (self.activation == "dynamic_int8") != (self.weight.group_size > 0):
-            raise ValueError("activation dynamic_int8 and group_size go together")
+        if self.activation == "int8" and self.weight.group_size:
+            raise ValueError("activation int8 and group_size exclude each other")
         return self
 
 

@@ -118,7 +118,7 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout, adapters: float | 
     )
     if recipe.Compress.Quantization.enable:
         quantization = recipe.Compress.Quantization
-        is_dynamic = quantization.activation_quantize_type == "dynamic"
+        is_dynamic = quantization.activation_quantize_type in ("dynamic", "token")
         # With one scale per tensor, a byte an element says what was not clipped.
         masks = int(quantization.weight_bits == 8 and not is_dynamic)
         matrix = masks + (

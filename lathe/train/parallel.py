@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lathe.model.block import rotary_table
-from lathe.model.fake_quant import FakeQuantLinear
+from lathe.model.fake_quant import FakeQuantLinear, RoundGroups
 from lathe.model.gpt import GPT
 from lathe.model.lora import LoraLinear
 from lathe.train import float8
@@ -257,10 +257,13 @@ def _require_supported(model: GPT, recipe: Recipe, layout: Layout) -> None:
             Code.CONFLICTING_OPTIONS,
         )
     linears = [m for m in model.modules() if isinstance(m, FakeQuantLinear)]
-    if layout.mp > 1 and any(linear.quantized.fmt.group_size for linear in linears):
+    if layout.mp > 1 and any(
+        linear.quantized.fmt.group_size or isinstance(linear.observer, RoundGroups)
+        for linear in linears
+    ):
         raise UserError(
-            "weights with group scales (INT4, dynamic INT8) cannot be trained with "
-            f"Distributed.mp_degree {layout.mp}, which splits their groups",
+            "scales of groups or of tokens (INT4, dynamic INT8) cannot be trained with "
+            f"Distributed.mp_degree {layout.mp}, which splits what they are scales of",
             "use sharding, or Compress.Quantization.weight_bits=8 with "
             "activation_quantize_type=moving_average_abs_max",
             Code.LAYOUT,

@@ -168,6 +168,16 @@ class Translator:
                 if isinstance(x, np.ndarray) and isinstance(other, np.ndarray):
                     return np.multiply(x, other)
                 return ops.multiply(*self.given(node)).output(0)
+            case "Abs":
+                return ops.absolute(*self.given(node)).output(0)
+            case "ReduceMax":
+                return ops.reduce_max(*self.given(node), keep_dims=True).output(0)
+            case "Max":
+                return ops.maximum(*self.given(node)).output(0)
+            case "Div":
+                return ops.divide(*self.given(node)).output(0)
+            case "Round":
+                return ops.round(*self.given(node), "half_to_even").output(0)
             case "Sigmoid":
                 return ops.sigmoid(*self.given(node)).output(0)
             case "Relu":
@@ -210,6 +220,11 @@ class Translator:
                 if isinstance(stored, Integers) and is_float:
                     self.groups.add(0)  # its input must not be rounded
                 return ops.matmul(factor, self.weight(node), False, True).output(0)
+            case "MatMulInteger":  # of integers in float32
+                self.groups.add(0)
+                zero_point = self._array(node.input[2]).astype(np.float32)
+                x = ops.subtract(self.output(node.input[0]), zero_point)
+                return ops.matmul(x, self.weight(node), False, True).output(0)
             case "MatMulNBits":
                 return self._matmul_grouped(node)
             case "GatherBlockQuantized":
@@ -258,13 +273,14 @@ class Translator:
         raise ValueError(f"the operator {node.op_type} is not translated")
 
     def weight(self, node: onnx.NodeProto) -> Output:
-        """The weight (out, in) of a product."""
+        """The weight (out, in) of a product, in float32; its integers if they are multiplied."""
         weight = self.values[node.input[1]]
         if isinstance(weight, Integers):
             integers = ops.constant(np.ascontiguousarray(weight.values.T))
             scaled = ops.multiply(ops.convert(integers, "f32"), weight.scale[:, None])
             return scaled.output(0)
-        return ops.constant(np.ascontiguousarray(self._array(node.input[1]).T)).output(0)
+        rows = ops.constant(np.ascontiguousarray(self._array(node.input[1]).T))
+        return ops.convert(rows, "f32").output(0)
 
     def _matmul_grouped(self, node: onnx.NodeProto) -> Output:
         x, attributes = self.output(node.input[0]), _attributes(node)

@@ -48,7 +48,7 @@ class SingleStreamModel(OnnxModel):
             graph = Path(work) / MODEL
             if not write_single_stream_graph(self.folder / MODEL, graph):
                 raise UserError(
-                    f"{folder}: has no INT8 linears, which the single-stream runtime requires",
+                    f"{folder}: has no linears in static INT8, which the single-stream runtime requires",
                     "set Serving.runtime=onnxruntime",
                     Code.UNSUPPORTED,
                 )

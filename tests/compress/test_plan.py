@@ -18,7 +18,13 @@ NAMED = "Compress.Quantization.formats={block_0: {qkv: %s}}"
 SCALES = "Compress.Quantization.activation_quantize_type="
 STATIC, ALONE = LinearFormat(), LinearFormat(INT8, None)
 DYNAMIC = LinearFormat(WeightFormat.grouped(64, 8), "dynamic_int8")
-KINDS = {"static_int8": STATIC, "dynamic_int8": DYNAMIC, "weight_only_int8": ALONE}
+TOKEN = LinearFormat(activation="dynamic_int8")
+KINDS = {
+    "static_int8": STATIC,
+    "dynamic_int8": DYNAMIC,
+    "token_int8": TOKEN,
+    "weight_only_int8": ALONE,
+}
 
 
 def test_every_format_that_a_recipe_can_name_is_described() -> None:
@@ -28,7 +34,7 @@ def test_every_format_that_a_recipe_can_name_is_described() -> None:
 @pytest.mark.parametrize("named", KINDS)
 @pytest.mark.parametrize(
     ("scales", "usual"),
-    [("moving_average_abs_max", STATIC), ("dynamic", DYNAMIC), ("none", ALONE)],
+    [("moving_average_abs_max", STATIC), ("dynamic", DYNAMIC), ("token", TOKEN), ("none", ALONE)],
 )
 def test_a_linear_has_the_format_that_is_named_and_others_that_of_the_recipe(
     named: str, scales: str, usual: LinearFormat
@@ -40,7 +46,7 @@ def test_a_linear_has_the_format_that_is_named_and_others_that_of_the_recipe(
     assert {named, "float"} <= set(formats(settings)) and "int8" not in formats(settings)
 
 
-@pytest.mark.parametrize("named", ["dynamic_int8", "weight_only_int8"])
+@pytest.mark.parametrize("named", ["dynamic_int8", "token_int8", "weight_only_int8"])
 def test_paddle_knows_static_scales_alone(named: str) -> None:
     recipe = load_recipe("tiny", ("Compress.engine=paddle", NAMED % named))
     with raises(Code.UNSUPPORTED, named):
@@ -49,5 +55,6 @@ def test_paddle_knows_static_scales_alone(named: str) -> None:
 
 def test_pact_has_no_bound_for_a_linear_with_dynamic_scales() -> None:
     pact = "Compress.Quantization.activation_preprocess_type=PACT"
-    with raises(Code.INVALID_VALUE, "dynamic", "PACT"):
-        load_recipe("tiny", (pact, NAMED % "dynamic_int8"))
+    for given in (NAMED % "dynamic_int8", NAMED % "token_int8", SCALES + "token"):
+        with raises(Code.INVALID_VALUE, "PACT", "every token"):
+            load_recipe("tiny", (pact, given))

@@ -34,6 +34,7 @@ TOKENS = torch.randint(256, (8, 48), generator=torch.Generator().manual_seed(3))
 FORMATS = {
     "static": LinearFormat(),
     "dynamic": LinearFormat(WeightFormat.grouped(32, 8), "dynamic_int8"),
+    "a scale a token": LinearFormat(activation="dynamic_int8"),
     "weights alone": LinearFormat(activation=None),
     "int4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
 }
@@ -113,7 +114,10 @@ def test_every_format_is_proven_and_every_runtime_computes_it(
         try:
             other = open_model(folder, threads=1, runtime=runtime).model
         except UserError as error:
-            assert error.code is Code.NOT_PROVED and "static" in name and WITHOUT_VNNI
+            if (name, runtime) == ("a scale a token", "onnxruntime_single_stream"):
+                assert error.code is Code.UNSUPPORTED
+            else:
+                assert error.code is Code.NOT_PROVED and "static" in name and WITHOUT_VNNI
             continue
         assert mean_difference(own, other, PROMPT) < own.metadata["proof"]["mean_limit"]
 

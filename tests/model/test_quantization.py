@@ -71,6 +71,10 @@ def test_a_format_of_its_own_for_every_linear() -> None:
     assert mixed.quantize_embedding
     assert read(mixed.to_json()) == mixed
     assert mixed.part(["h.0.mlp.c_fc"]).linears == {"h.0.mlp.c_fc": alone}
+    by_token = LinearFormat(activation="dynamic_int8")
+    plan = QuantizationPlan({"h.0.attn.c_attn": by_token, "lm_head": by_token})
+    assert plan.activation_scales == {} and plan.integer_linears == list(plan.linears)
+    assert read(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize("activation", ["dynamic_int8", None])
@@ -99,7 +103,14 @@ def test_groups(bits: Bits, activation: ActivationFormat | None) -> None:
         ({"linears": {"lm_head": WEIGHT_ALONE}}, "lm_head is in activation_scales and in linears"),
         ({"linears": {"h.0.mlp.c_fc": asdict(LinearFormat())}}, "go together"),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"activation": "int8"}}}, "go together"),
-        ({"linears": {"h.0.mlp.c_fc": WEIGHT_ALONE | {"activation": "dynamic_int8"}}}, "together"),
+        (
+            {
+                "linears": {
+                    "h.0.mlp.c_fc": INT4 | {"activation": "int8", "activation_scale": 0.1},
+                }
+            },
+            "exclude",
+        ),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 48}}}}, "size"),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": GROUPS | {"group_size": 0}}}}, "together"),
         ({"linears": {"h.0.mlp.c_fc": INT4 | {"weight": EIGHT_BITS}}}, "only 4-bit groups"),

@@ -1,8 +1,9 @@
 """compressed-tensors: a Hugging Face folder that vLLM, SGLang and transformers read.
 
-Weights keep their integers. Static INT8 activations keep their scale (W8A8). Activations that Lathe
-quantizes dynamically in groups stay in float (W8A16, W4A16), which the format's engines support,
-and which is closer to the float model. The token embedding and the head are dequantized to float16,
+Weights keep their integers. Static INT8 activations keep their scale, and those with a scale per
+token are rounded by the engine in the same way (W8A8). Activations that Lathe quantizes dynamically
+in groups stay in float (W8A16, W4A16), which the format's engines support, and which is closer to
+the float model. The token embedding and the head are dequantized to float16,
 because engines do not look up integer rows.
 
 Pruning leaves layers with different numbers of heads and channels, but Hugging Face's classes have
@@ -271,14 +272,18 @@ def has_zero_points(export_folder: Path) -> bool:
 
 def with_float_inputs(model: GPT) -> GPT:
     """The model as the format's engines compute it: without the rounding of activations that are
-    quantized dynamically; itself if there are none."""
+    quantized dynamically in groups; itself if there are none."""
     plan = model.config.quantization
-    if plan is None or all(fmt.activation != "dynamic_int8" for fmt in plan.linears.values()):
+    if plan is None:
         return model
     linears = {
-        name: replace(fmt, activation=None) if fmt.activation == "dynamic_int8" else fmt
+        name: replace(fmt, activation=None)
+        if fmt.activation == "dynamic_int8" and fmt.weight.group_size
+        else fmt
         for name, fmt in plan.linears.items()
     }
+    if linears == plan.linears:
+        return model
     floats = GPT(model.config.with_quantization(None))
     for name, parameter in floats.named_parameters():
         parameter.data.copy_(model.get_parameter(name).data)

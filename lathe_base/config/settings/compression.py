@@ -103,7 +103,9 @@ class QuantizationSettings(Settings):
     the largest absolute value, and reads prompts fastest. `dynamic` computes scales at run time
     for every token and group of `group_size` inputs, as INT4 linears always do, with weight scales
     in the same groups; pretrained models need it, because a few of their tokens have huge
-    activations. `auto` measures the cost of static scales on calibration text; if it is more than
+    activations. `token` computes one scale for every token, with a weight scale per output channel:
+    W8A8 as vLLM's integer kernels for GPUs compute it; in Lathe's own server `dynamic` is faster.
+    `auto` measures the cost of static scales on calibration text; if it is more than
     a tenth of `Gate.max_perplexity_increase`, it makes as many layers dynamic as needed to stay
     within that limit. `none` quantizes only the weights: the file is as small, and computation
     stays in float."""
@@ -156,7 +158,7 @@ class QuantizationSettings(Settings):
     formats: dict[BlockName, dict[LinearName, Format]] = Field(default={})
     """Formats of individual linear layers, by block: `{block_0: {qkv: int8, linear2: float}}`; the
     default follows `weight_bits`. `int8` means the kind that `activation_quantize_type` selects;
-    `static_int8`, `dynamic_int8` and `weight_only_int8` are explicit."""
+    `static_int8`, `dynamic_int8`, `token_int8` and `weight_only_int8` are explicit."""
     head_format: Format | None = None
     """Format of the output layer, which is also the token embedding; null follows `weight_bits`."""
 
@@ -167,11 +169,14 @@ class QuantizationSettings(Settings):
                 "activation_preprocess_type PACT clips quantized activations, but "
                 "activation_quantize_type none keeps activations in float: leave it empty"
             )
-        is_dynamic = self.activation_quantize_type == "dynamic" or "dynamic_int8" in self.named
-        if self.activation_preprocess_type and is_dynamic:
+        is_dynamic = self.activation_quantize_type in ("dynamic", "token")
+        if self.activation_preprocess_type and (
+            is_dynamic or self.named & {"dynamic_int8", "token_int8"}
+        ):
+            kind = self.activation_quantize_type if is_dynamic else "dynamic"
             raise ValueError(
                 "activation_preprocess_type PACT uses one clipping bound, but "
-                "activation_quantize_type dynamic uses scales per token and group: leave it empty"
+                f"activation_quantize_type {kind} has scales for every token: leave it empty"
             )
         if self.activation_preprocess_type and self.has_int4:
             raise ValueError(

@@ -28,7 +28,9 @@ Factor = Annotated[float, Field(ge=1e-6, le=1e6)]  # of logits, which float32 ha
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 Milliseconds = Annotated[float, Field(gt=0, le=7 * 24 * 3.6e6)]
 Text = Annotated[str, Field(min_length=1)]
-Format = Literal["int4", "int8", "static_int8", "weight_only_int8", "dynamic_int8", "float"]
+Format = Literal[
+    "int4", "int8", "static_int8", "weight_only_int8", "dynamic_int8", "token_int8", "float"
+]
 """Formats of a linear; `int8` means the kind that `activation_quantize_type` selects."""
 Bits = Literal[4, 8]
 ActivationFormat = Literal["int8", "dynamic_int8"]
@@ -115,11 +117,12 @@ FORMATS: dict[Format, FormatFacts] = {
     "int4": FormatFacts("INT4", 4, "dynamic_int8", is_grouped=True),
     "static_int8": FormatFacts("INT8, static scales", 8, "int8"),
     "weight_only_int8": FormatFacts("INT8 weights only", 8),
+    "token_int8": FormatFacts("INT8, a scale per token", 8, "dynamic_int8"),
     "dynamic_int8": FormatFacts("INT8, dynamic scales", 8, "dynamic_int8", is_grouped=True),
     "float": FormatFacts("kept in float"),
 }
 """What each format is, narrowest first."""
-ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "none"]
+ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "token", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 EvaluationRuntime = Literal["onnxruntime", "openvino"]
 Recompute = Literal["full", "full_attn", "core_attn"]

@@ -31,12 +31,13 @@ FORMS = {
     "float": None,
     "static INT8": LinearFormat(),
     "static INT8, a scale a tensor": LinearFormat(WeightFormat("abs_max")),
+    "INT8, a scale a token": LinearFormat(activation="dynamic_int8"),
     "dynamic INT8": LinearFormat(WeightFormat.grouped(32, 8), "dynamic_int8"),
     "INT8 weights": LinearFormat(activation=None),
     "INT4": LinearFormat(WeightFormat.grouped(32, 4), "dynamic_int8"),
 }
 INT4 = pytest.param("INT4", marks=pytest.mark.skipif(WITHOUT_AVX512, reason="needs AVX-512"))
-SERVED = ["static INT8", "static INT8, a scale a tensor", INT4]
+SERVED = ["static INT8", "static INT8, a scale a tensor", "INT8, a scale a token", INT4]
 TOKENS = torch.randint(33, 250, (4, 40), generator=torch.Generator().manual_seed(3))
 GREEDY = Params(decode_strategy="greedy_search", max_tokens=20, ignore_eos=True)
 
