@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe_base.progress import bar
-from lathe_serving.runtime.exported_model import MODEL
+from lathe_serving.runtime.exported_model import n_bytes
 from lathe_serving.runtime.session import OnnxModel
 
 
@@ -31,9 +31,9 @@ def measure(
         threads: onnxruntime's; 0 uses every core.
 
     Returns:
-        By name: `bytes` of model.onnx; the medians `prefill_ms` of the batch's prompts, `decode_ms`
-        of a step and `tokens_per_second` of decoding; and, relative to the first model,
-        `bytes_ratio` (smaller is better), `prefill_speedup` and `decode_speedup`.
+        By name: `bytes` of the graph and its weights; the medians `prefill_ms` of the batch's
+        prompts, `decode_ms` of a step and `tokens_per_second` of decoding; and, relative to the
+        first model, `bytes_ratio` (smaller is better), `prefill_speedup` and `decode_speedup`.
 
     Raises:
         UserError: a folder is not an export.
@@ -59,7 +59,7 @@ def measure(
                 progress.advance()
     timings = {
         name: {
-            "bytes": float((model.folder / MODEL).stat().st_size),
+            "bytes": float(n_bytes(model.folder)),
             "prefill_ms": float(np.median(prefill[name])) * 1e3,
             "decode_ms": float(np.median(decode[name])) * 1e3,
             "tokens_per_second": batch / float(np.median(decode[name])),

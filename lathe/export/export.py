@@ -32,12 +32,11 @@ from lathe_base.errors import Code, UserError
 from lathe_base.provenance.chain import OF_FORMAT
 from lathe_base.provenance.step import attested
 from lathe_base.storage import atomic_folder, claim_output_folder, require_utf8, sha256
-from lathe_serving.runtime.exported_model import METADATA, MODEL, PREFIX
+from lathe_serving.runtime.exported_model import METADATA, MODEL, PREFIX, n_bytes
 
 log = logging.getLogger("lathe")
 
 FLAVOURS = {"float32": "fp32", "float16": "fp16"}
-PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, with room for the nodes
 # Prompts of the proof that `export.json` keeps, to check another runtime by where it serves.
 SAMPLES, SAMPLE_TOKENS = 4, 64
 
@@ -50,7 +49,7 @@ class ExportResult:
 
     Attributes:
         flavour: `fp32`, `fp16`, `int8` or `int4`.
-        n_bytes: size of `model.onnx`.
+        n_bytes: size of the graph and its weights.
         integer_kernels: number of integer matrix products in onnxruntime.
         max_error, mean_error: errors of the logits, compared with torch.
         argmax_agreement: share of positions with torch's most likely token.
@@ -92,7 +91,7 @@ def export(
 
     Raises:
         UserError: not a checkpoint, too little held-out text, float16 for an INT8 checkpoint, a
-            chat template that does not render a chat, or a graph too large for one file.
+            chat template that does not render a chat.
         ProofError: the graph and the checkpoint disagree; see `lathe.export.proof.prove`.
     """
     # What can be checked of the input is checked before anything is written.
@@ -168,23 +167,11 @@ def require_exportable(model: Path, config: GPTConfig, settings: ExportSettings)
 
 
 def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dict[str, Any]:
-    """Write the files of an export without verifying them; returns the metadata.
-
-    Raises:
-        UserError: the graph is too large for one file.
-    """
+    """Write the files of an export without verifying them; returns the metadata."""
     config = checkpoint.model.config
     graph = build(
         config, GraphWeights(checkpoint.model, settings.dtype), config.quantization, settings.opset
     )
-    if graph.n_bytes >= PROTOBUF_LIMIT:
-        raise UserError(
-            f"{checkpoint.folder}: its graph of {graph.n_bytes / 1e9:.1f} GB exceeds the limit of "
-            f"2 "
-            "GB for one ONNX file",
-            "quantize the model with Compress.Quantization.quantize_embedding=True",
-            Code.TOO_LARGE,
-        )
     graph.save(folder / MODEL)
     head = padded_head(config)
     if prefix := checkpoint.model.prefix:
@@ -205,7 +192,7 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
         **({"prefix_tokens": list(config.prefix_tokens)} if config.prefix_tokens else {}),
         **({"end_ids": list(ends)} if len(ends := checkpoint.end_ids) > 1 else {}),
         "opset": max(x.version for x in graph.model.opset_import if not x.domain),
-        "bytes": (folder / MODEL).stat().st_size,
+        "bytes": n_bytes(folder),
         "sha256": sha256(folder / MODEL),
         "source": checkpoint.digest,
         "versions": {"torch": torch.__version__, "onnxruntime": ort.__version__},

@@ -6,7 +6,8 @@ rows. A mixed step does both, to two caches. It is one branch of an `If`, and th
 the other; in either branch the unused cache passes through without being copied.
 """
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 from lathe.model.architecture import Rope
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
-from lathe_serving.runtime.exported_model import PREFIX_LENGTH
+from lathe_serving.runtime.exported_model import PREFIX_LENGTH, WEIGHTS
 
 Weight = NDArray[np.float32] | NDArray[np.float16]
 
@@ -28,6 +29,9 @@ MICROSOFT = "com.microsoft"
 MIXED, SIZES, CHUNK_SEQLENS = "mixed", "mixed_sizes", "chunk_seqlens_k"
 PARTS = ("key", "value")
 Nodes = list[onnx.NodeProto]
+PROTOBUF_LIMIT = 2**31 - 2**20  # bytes of one file, with room for the nodes
+MIN_EXTERNAL_BYTES = 1024  # smaller tensors, such as shapes, stay in the graph
+PAGE = 4096  # weights begin at pages, which are mapped into memory
 HEAD_MULTIPLE = 8
 """onnxruntime's GroupQueryAttention supports head sizes that are a multiple of this,"""
 ROTARY_MULTIPLE = 16
@@ -104,19 +108,47 @@ class Graph:
             yield name, self.weights[name]
 
     def save(self, path: Path) -> None:
-        """Write the file, one initializer at a time: concatenated protobuf messages are read as one
-        merged message."""
+        """Write the file, or, of more than 2 GB, a file without weights and `WEIGHTS` beside it,
+        whose digest it names: the digest of a graph tells apart models that differ in weights."""
+        if self.n_bytes < PROTOBUF_LIMIT:
+            self._write(path, (self._initializer(*each) for each in self.initializers()))
+            return
+        initializers, digest = [], hashlib.sha256()
+        with (path.parent / WEIGHTS).open("wb") as file:
+            for name, value in self.initializers():
+                if value.nbytes < MIN_EXTERNAL_BYTES:
+                    initializers.append(self._initializer(name, value))
+                    continue
+                gap, data = bytes(-file.tell() % PAGE), numpy_helper.tobytes_little_endian(value)
+                place = {"location": WEIGHTS, "offset": file.tell() + len(gap), "length": len(data)}
+                for chunk in (gap, data):
+                    file.write(chunk)
+                    digest.update(chunk)
+                tensor = self._initializer(name, value, has_data=False)
+                tensor.data_location = TensorProto.EXTERNAL
+                for key, entry in place.items():
+                    tensor.external_data.add(key=key, value=str(entry))
+                initializers.append(tensor)
+        helper.set_model_props(self.model, {"weights_sha256": digest.hexdigest()})
+        self._write(path, initializers)
+
+    def _write(self, path: Path, initializers: Iterable[TensorProto]) -> None:
+        # One at a time: concatenated protobuf messages are read as one merged message.
         with path.open("wb") as file:
             file.write(self.model.SerializeToString())
-            for name, value in self.initializers():
+            for tensor in initializers:
                 part = onnx.ModelProto()
-                part.graph.initializer.add(
-                    name=name,
-                    dims=value.shape,
-                    data_type=helper.np_dtype_to_tensor_dtype(value.dtype),
-                    raw_data=numpy_helper.tobytes_little_endian(value),
-                )
+                part.graph.initializer.append(tensor)
                 file.write(part.SerializeToString())
+
+    @staticmethod
+    def _initializer(name: str, value: NDArray[Any], has_data: bool = True) -> TensorProto:
+        return TensorProto(
+            name=name,
+            dims=value.shape,
+            data_type=helper.np_dtype_to_tensor_dtype(value.dtype),
+            raw_data=numpy_helper.tobytes_little_endian(value) if has_data else None,
+        )
 
     def without_weights(self, config: GPTConfig, opset: int) -> onnx.ModelProto:
         """The model with the initializers' names and shapes but not their values."""

@@ -188,7 +188,8 @@ def count_kernels(model: GPT, path: Path) -> int:
         onnx.checker.check_model(str(path), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise ProofError(f"{path}: not a valid ONNX graph: {error}") from error
-    graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True).graph
+    without_weights = onnx.load(path, load_external_data=False)
+    graph = onnx.shape_inference.infer_shapes(without_weights, strict_mode=True).graph
     typed = {value.name for value in (*graph.value_info, *graph.output)}
     untyped = [name for node in graph.node for name in node.output if name not in typed]
     if untyped:
@@ -196,7 +197,8 @@ def count_kernels(model: GPT, path: Path) -> int:
     with TemporaryDirectory() as scratch:
         optimized = Path(scratch) / MODEL
         open_session(path, optimized=optimized)
-        integer, in_float = count_products(onnx.load(optimized).graph.node)
+        optimized_graph = onnx.load(optimized, load_external_data=False).graph
+        integer, in_float = count_products(optimized_graph.node)
     plan = model.config.quantization
     wanted = len(plan.integer_linears) if plan else 0  # a float input: a float product
     total = len(model.config.linear_names()) + 1  # and the head
@@ -400,7 +402,7 @@ def linear_errors(
     plan = model.config.quantization
     if plan is None:
         return {}
-    rounded, graph = plan.activation_scales, onnx.load(path)
+    rounded, graph = plan.activation_scales, onnx.load(path, load_external_data=False)
     tensors_by_linear = {
         name: _input_and_output(graph, name, name in rounded) for name in plan.linears
     }
@@ -419,7 +421,8 @@ def linear_errors(
     graph.graph.output.extend(
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in watched
     )
-    session = open_session(graph.SerializeToString(), torch.get_num_threads())
+    threads = torch.get_num_threads()
+    session = open_session(graph.SerializeToString(), threads, folder=path.parent)
     errors = dict.fromkeys([*plan.linears, EMBEDDINGS], 0.0)
     for prompt in prompts:
         tokens, length = np.array([list(prompt)]), len(prompt)

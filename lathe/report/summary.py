@@ -15,6 +15,7 @@ from lathe.evaluate.tasks import SLOTS
 from lathe.model.folder import WEIGHTS, CheckpointFolder, open_folder
 from lathe_base.artifacts.kinds import open_export
 from lathe_base.errors import Code, UserError
+from lathe_serving.runtime.exported_model import n_bytes
 
 ONNX = "model.onnx"
 
@@ -75,7 +76,7 @@ class Row:
         scores: evaluation results by column name.
 
     `flops` are multiplications and additions of a forward pass, per token of the longest sequence;
-    `n_bytes` is the size of the ONNX file, or of the checkpoint's weights if nothing was exported.
+    `n_bytes` is the size of the ONNX graph, or of the checkpoint's weights if nothing was exported.
     """
 
     name: str
@@ -267,7 +268,7 @@ def _row(candidate: Candidate, latency: Mapping[str, float]) -> Row:
         name=candidate.name,
         n_params=config.n_params,
         flops=config.flops_per_token(config.n_positions) / 3,  # without the backward pass
-        n_bytes=file.stat().st_size,
+        n_bytes=n_bytes(file.parent) if candidate.exported else file.stat().st_size,
         prefill_ms=latency.get("prefill_ms"),
         decode_ms=latency.get("decode_ms"),
         scores=scores,

@@ -21,6 +21,8 @@ Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
 MODEL = "model.onnx"
+WEIGHTS = f"{MODEL}.data"
+"""The weights of a graph of more than 2 GB, which one ONNX file cannot hold."""
 METADATA = "export.json"
 PREFIX = "prefix.npy"
 PREFIX_LENGTH = "prefix_length"
@@ -31,6 +33,12 @@ def x86_flags(cpuinfo: str) -> frozenset[str]:
     """Instruction sets that Linux lists in `/proc/cpuinfo`; none if the CPU is not an x86."""
     line = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
     return frozenset(line.partition(":")[2].split())
+
+
+def n_bytes(folder: Path) -> int:
+    """Size of an export's graph with its weights."""
+    files = (folder / name for name in (MODEL, WEIGHTS))
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 class ExportedModel(ABC):

@@ -18,6 +18,7 @@ from lathe_base.errors import Code, UserError
 from lathe_serving.runtime.exported_model import (
     MODEL,
     PREFIX_LENGTH,
+    WEIGHTS,
     ExportedModel,
     Ids,
     Logits,
@@ -31,10 +32,18 @@ PLAIN_ATTENTION = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 
 
 def open_session(
-    model: Path | bytes, threads: int = 0, optimized: Path | None = None
+    model: Path | bytes,
+    threads: int = 0,
+    optimized: Path | None = None,
+    folder: Path | None = None,
 ) -> ort.InferenceSession:
-    """Load a graph on the CPU, from a file or serialized; the optimized graph that runs is written
-    to `optimized`, if given.
+    """Load a graph on the CPU.
+
+    Args:
+        model: a file, or a serialized graph.
+        threads: number of compute threads; 0 means one per core.
+        optimized: where to write the optimized graph that runs, and its weights beside it.
+        folder: of the weights of a serialized graph that are in a file of their own.
 
     Raises:
         UserError: the file is missing or corrupt.
@@ -54,6 +63,12 @@ def open_session(
         options.add_session_config_entry("session.x64quantprecision", "1")
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
+        weights = "session.optimized_model_external_initializers"
+        options.add_session_config_entry(f"{weights}_file_name", WEIGHTS)
+        options.add_session_config_entry(f"{weights}_min_size_in_bytes", "1024")
+    if folder is not None:
+        entry = "session.model_external_initializers_file_folder_path"
+        options.add_session_config_entry(entry, str(folder))
     try:
         source = model if isinstance(model, bytes) else str(model)
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])

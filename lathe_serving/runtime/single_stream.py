@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from lathe_base.errors import Code, UserError
-from lathe_serving.runtime.exported_model import MODEL, Ids, Logits
+from lathe_serving.runtime.exported_model import MODEL, WEIGHTS, Ids, Logits
 from lathe_serving.runtime.kv_cache import KVCache
 from lathe_serving.runtime.session import (
     ROUNDED_INPUT,
@@ -48,7 +48,7 @@ class SingleStreamModel(OnnxModel):
             graph = Path(work) / MODEL
             if not write_single_stream_graph(self.folder / MODEL, graph):
                 raise UserError(
-                    f"{folder}: has no linears in static INT8, which the single-stream runtime requires",
+                    f"{folder}: has no linears in static INT8, which this runtime requires",
                     "set Serving.runtime=onnxruntime",
                     Code.UNSUPPORTED,
                 )
@@ -76,14 +76,15 @@ def write_single_stream_graph(exported: Path, path: Path) -> bool:
         graph.replace(node)
     graph.drop_unused()
     if products:
-        onnx.save(graph.model, path)
+        is_large = (exported.parent / WEIGHTS).is_file()
+        onnx.save(graph.model, path, save_as_external_data=is_large, location=WEIGHTS)
     return bool(products)
 
 
 def reads_single_stream(exported: Path) -> bool:
     """Whether the linears of an exported file already are integer `MatMulNBits`, like those of
     dynamic INT8 and INT4."""
-    graph = _Graph(onnx.load(exported))
+    graph = _Graph(onnx.load(exported, load_external_data=False))
     rounds_in_groups = any(
         node.op_type == "MatMulNBits"
         and any(a.name == "accuracy_level" and a.i == ROUNDED_INPUT for a in node.attribute)

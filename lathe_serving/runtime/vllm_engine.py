@@ -186,6 +186,7 @@ class VLLMEngine(CheckedBackend):
         self._look = asyncio.run_coroutine_threadsafe(self._look_for_ends(), self._loop)
 
     async def _load(self, model: Path, prefix_bytes: int) -> Any:
+        import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -200,6 +201,14 @@ class VLLMEngine(CheckedBackend):
         }
         on_cpu = current_platform.is_cpu()
         if on_cpu:
+            if not hasattr(torch.ops._C, "init_cpu_memory_env"):  # vLLM only warns
+                raise UserError(
+                    "vLLM's kernels for CPUs cannot be loaded: its warning above names the library "
+                    "that is missing",
+                    "install it, as with `apt-get install libnuma1`, or set "
+                    "Serving.runtime=onnxruntime",
+                    Code.NOT_INSTALLED,
+                )
             settings |= cpu_settings(model)
         else:  # as many as the container has been given
             settings["tensor_parallel_size"] = current_platform.device_count()

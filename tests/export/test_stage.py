@@ -17,10 +17,18 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe_base.config.settings import ExportSettings, GenerationSettings, Recipe
+from lathe_base.artifacts.kinds import open_export
+from lathe_base.config.settings import (
+    ExportSettings,
+    GenerationSettings,
+    Recipe,
+    ServingSettings,
+)
 from lathe_base.errors import Code
 from lathe_base.storage import sha256
 from lathe_base.storage.ownership import ATTESTATIONS
+from lathe_serving.repository import write_repository
+from lathe_serving.runtime.open_model import OPENERS, open_model
 from lathe_serving.runtime.openvino_model import OpenVINOModel
 from lathe_serving.runtime.session import OnnxModel
 from tests.support.errors import raises
@@ -100,6 +108,41 @@ def test_export(tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, flavour: 
             _compare_greedy(model, PROMPTS, expected, found, max_gap=proof["mean_limit"])
     elif not result.ties:
         assert found == expected
+
+
+@pytest.mark.parametrize("flavour", ["fp32", "int8", "int4"])
+def test_weights_of_a_large_graph_are_in_a_file_beside_it(
+    tmp_path: Path,
+    data: Path,
+    byte_tokenizer: Tokenizer,
+    flavour: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint = save(_quantized(PRUNED, flavour), byte_tokenizer, tmp_path / "checkpoint")
+    one = export(RECIPE, checkpoint, data, tmp_path / "one")
+    monkeypatch.setattr("lathe.export.graph.PROTOBUF_LIMIT", 2**14)
+    found = export(RECIPE, checkpoint, data, tmp_path / "out")
+    graph, weights = found.folder / "model.onnx", found.folder / "model.onnx.data"
+    assert graph.stat().st_size < weights.stat().st_size
+    assert found.n_bytes == graph.stat().st_size + weights.stat().st_size
+    # The graph's digest is that of the weights, too.
+    (digest,) = (x.value for x in onnx.load(graph, load_external_data=False).metadata_props)
+    assert digest == sha256(weights)
+    # The same logits in every runtime, also from a copy for the server.
+    serving = ServingSettings()
+    repository = write_repository(found.folder, tmp_path / "r", serving, GenerationSettings())
+    tokens = np.array([PROMPTS[0]])
+    for runtime in ("onnxruntime", *OPENERS):
+        if (flavour, runtime) == ("fp32", "onnxruntime_single_stream"):
+            continue
+        expected, logits = (
+            open_model(folder, 1, runtime).model.logits(tokens)
+            for folder in (one.folder, repository / "gpt" / "1")
+        )
+        np.testing.assert_array_equal(logits, expected)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with raises(Code.CORRUPT, weights):
+        open_export(found.folder)
 
 
 def test_int4_is_a_seventh_of_float_int8_a_quarter_and_float16_half(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 BASE = "localhost/lathe-test-base:bookworm"
-PACKAGES = "python3.11 python3.11-venv python3-pip libpython3.11 ca-certificates"
+PACKAGES = "python3.11 python3.11-venv python3-pip libpython3.11 ca-certificates libnuma1"
 MIRROR = "http://deb.debian.org/debian"
 SETTINGS = """
 [containers]
