@@ -8,6 +8,7 @@ import os
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,33 @@ from numpy.typing import NDArray
 
 from lathe_base.errors import UserError
 from lathe_serving.runtime.vllm_engine import ENVIRONMENT, cpu_settings
+
+
+class HiddenStates:
+    """A base that vLLM gives its worker processes. It keeps a prompt's last hidden states, as vLLM
+    itself returns log-probabilities as Python objects, one for each position and token."""
+
+    model_runner: Any
+    rank: int
+    _kept: list[Any]
+
+    def keep(self) -> None:
+        """Keep the hidden states of the next prompt."""
+        self._kept = []
+        self._hook = self.model_runner.model.register_forward_hook(
+            lambda _module, _inputs, hidden: self._kept.append(hidden.clone())
+        )
+
+    def write_logits(self, n_tokens: int, path: str) -> None:
+        """Write the logits (T, V) of that prompt as a NumPy file."""
+        import torch
+
+        self._hook.remove()
+        with torch.inference_mode():
+            hidden = torch.cat(self._kept)[:n_tokens]  # a batch for a GPU may be padded
+            logits = self.model_runner.model.compute_logits(hidden)
+        if self.rank == 0:
+            np.save(path, logits.float().cpu().numpy())
 
 
 class VLLM:
@@ -29,8 +57,8 @@ class VLLM:
             settings = {**cpu_settings(Path(folder)), "kv_cache_memory_bytes": 2**30}
         self._llm = vllm.LLM(
             folder,
-            max_logprobs=-1,
             enable_prefix_caching=False,
+            worker_extension_cls="lathe_serving.runtime.vllm_logits.HiddenStates",
             generation_config="vllm",
             max_num_seqs=1,
             **settings,
@@ -39,17 +67,15 @@ class VLLM:
         self.version = f"vllm {vllm.__version__}"
 
     def logits(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Log-probabilities (1, T, V) after each of tokens (1, T): logits but for a constant at
-        each position, which neither divergences nor differences of two tokens contain."""
-        sampling = self._sampling(
-            max_tokens=1, temperature=0, logprobs=-1, prompt_logprobs=-1, detokenize=False
-        )
-        (output,) = self._generate(tokens[0].tolist(), sampling)
-        rows = [*output.prompt_logprobs[1:], output.outputs[0].logprobs[0]]
-        scores = np.empty((1, len(rows), len(rows[0])), np.float32)
-        for row, entries in zip(scores[0], rows, strict=True):
-            row[list(entries)] = [entry.logprob for entry in entries.values()]
-        return scores
+        """Logits (1, T, V) of tokens (1, T)."""
+        ids: list[int] = tokens[0].tolist()
+        self._llm.collective_rpc("keep")
+        self._generate(ids, self._sampling(max_tokens=1, temperature=0, detokenize=False))
+        with TemporaryDirectory() as scratch:
+            path = f"{scratch}/logits.npy"
+            self._llm.collective_rpc("write_logits", args=(len(ids), path))
+            logits: NDArray[np.float32] = np.load(path)
+        return logits[None]
 
     def greedy(self, prompt: list[int], n: int) -> list[int]:
         """The most likely next token, n times."""
