@@ -62,9 +62,12 @@ class OpenAIClient:
                 return
             piece = json.loads(line.removeprefix(b"data: "))
             if piece["choices"]:
-                pieces += 1
-                yield Chunk(piece["choices"][0]["text"], [0], "")
-            else:  # usage: pieces with characters of several tokens were counted as one
+                choice = piece["choices"][0]
+                # The last piece may have text that was held back, and no token.
+                tokens = [0] if choice["text"] and not choice["finish_reason"] else []
+                pieces += len(tokens)
+                yield Chunk(choice["text"], tokens, "")
+            else:  # usage: a piece of several tokens was counted as one
                 yield Chunk("", [0] * (piece["usage"]["completion_tokens"] - pieces), "")
 
 
@@ -87,11 +90,12 @@ class GenerateClient:
 
 
 def lines(reply: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-    """Yield the non-empty lines of a stream as they arrive."""
+    """Yield the lines of a stream as they arrive, but for empty ones and comments, which keep the
+    connection alive."""
     held = b""
     for part in reply.read_chunked():
         *whole, held = (held + part).split(b"\n")
-        yield from filter(None, whole)
+        yield from (line for line in whole if line and not line.startswith(b":"))
 
 
 def main() -> None:

@@ -42,8 +42,9 @@ from lathe_serving.server import ANY_PORTS, start
 def vllm_serve(model: Path, streams: int, log: Path) -> Iterator[str]:
     """Run `vllm serve`; yields the address of its API."""
     port = free_port()
-    program = vllm_python().with_name("vllm")
-    command = [str(program), "serve", str(model), "--served-model-name", "gpt"]
+    # What `vllm serve` runs: the command itself does not find its version in the build for CPUs.
+    command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model), "--served-model-name", "gpt"]
     command += ["--port", str(port), "--max-num-seqs", str(streams), "--generation-config", "vllm"]
     if not torch.cuda.is_available():
         command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(2**30)]

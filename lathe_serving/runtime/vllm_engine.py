@@ -47,6 +47,7 @@ from lathe_serving.runtime.text import TextStream
 log = logging.getLogger("lathe")
 
 ASK_SECONDS = 0.01  # between two looks at which requests are cancelled or have timed out
+CACHE_SHARE = 0.5  # of a CPU's free memory, at most, for keys and values
 EXIT_SECONDS = 1.0  # for the last answers to leave, after vLLM's process has died
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # that vLLM samples with
 ENVIRONMENT = {
@@ -103,7 +104,8 @@ class VLLMEngine(CheckedBackend):
         threads: of vLLM's build for CPUs; 0 means one per core.
         max_running, max_queue, watcher: see `Batcher`.
         prefix_bytes: 0 disables prefix caching. On CPUs, memory for keys and values beside that of
-            `max_running` whole contexts; on GPUs vLLM takes the share that is its default.
+            `max_running` whole contexts, as far as half of what is free holds them; on GPUs vLLM
+            takes the share that is its default.
 
     Raises:
         UserError: the export lacks the folder, vLLM is not installed, or cannot load the model.
@@ -201,7 +203,8 @@ class VLLMEngine(CheckedBackend):
         }
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            if not hasattr(torch.ops._C, "init_cpu_memory_env"):  # vLLM only warns
+            current_platform.import_kernels()  # which only warns if it cannot
+            if not hasattr(torch.ops._C, "init_cpu_memory_env"):
                 raise UserError(
                     "vLLM's kernels for CPUs cannot be loaded: its warning above names the library "
                     "that is missing",
@@ -214,6 +217,7 @@ class VLLMEngine(CheckedBackend):
             settings["tensor_parallel_size"] = current_platform.device_count()
         config = AsyncEngineArgs(**settings).create_engine_config()
         if on_cpu:
+            from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
             from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
             shape, parallel = config.model_config, config.parallel_config
@@ -225,7 +229,10 @@ class VLLMEngine(CheckedBackend):
             # A context takes whole blocks, and vLLM keeps a block for itself.
             block = config.cache_config.block_size
             tokens = self.max_running * math.ceil(self.n_positions / block) * block + block
-            config.cache_config.kv_cache_memory_bytes = token_bytes * tokens + prefix_bytes
+            node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+            config.cache_config.kv_cache_memory_bytes = min(
+                token_bytes * tokens + prefix_bytes, int(CACHE_SHARE * node.available_memory)
+            )
         return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
     def queue(
