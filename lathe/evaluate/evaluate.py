@@ -290,8 +290,8 @@ class TorchScorer:
             difference = float(np.abs(rounded - self.score(targets)[0]).mean())
             self.precision = precision
         log.info(
-            "%s: log-probabilities of the first batch differ from float32's by %.2g nats a token "
-            "(limit %g)",
+            "%s: log-probabilities of the first batch differ from float32's by %.2g nats per "
+            "token (limit %g)",
             *(precision, difference, MAX_DIFFERENCE),
         )
         return difference <= MAX_DIFFERENCE

@@ -190,7 +190,6 @@ def test_calibration_is_that_of_the_whole_model(family: Architecture) -> None:
 
 @FAMILIES
 def test_gradients_are_those_of_the_whole_model(family: Architecture) -> None:
-    """Of gates that the hidden states between two blocks are multiplied with."""
     model = make_model(family)
     found = [slopes(model, [batch]) for batch in texts()]
     assert all(parameter.requires_grad for parameter in model.parameters())
