@@ -171,7 +171,7 @@ FAULTS = {
         "model/test_groups.py",
     ),
     "fake quantization": Fault(
-        "lathe/model/fake_quant.py",
+        "lathe/model/integer_weights.py",
         "if self._value is None or made_from != self._made_from:",
         "if self._value is None:",
         "an evaluation computes with the weights of an earlier step",

@@ -21,6 +21,7 @@ toy shapes, except float16, which takes minutes there.
 """
 
 import argparse
+import copy
 import json
 import math
 import multiprocessing
@@ -31,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -42,16 +44,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from train import WARM_UP, Shape, machine, now, overrides, plain_loop, read_steps, write_tokens
 
+from lathe.compress.criteria import importance
+from lathe.compress.gptq import gptq, gptq_bytes
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.data.prepare import prepare
+from lathe.model import fake_quant
 from lathe.model.block import Attention
 from lathe.model.config import GPTConfig
+from lathe.model.families import LLAMA
+from lathe.model.gpt import GPT
+from lathe.model.quantization import LinearFormat, QuantizationPlan, WeightFormat
 from lathe.train import loss as loss_module
 from lathe.train.layout import configured_layout
 from lathe.train.loop import Loop, StopSaveFlags
 from lathe.train.memory import estimate
 from lathe.train.pretrain import pretrain
+from lathe.train.room import pass_bytes
 from lathe.train.shape import model_config
 from lathe.train.state_folder import committed_steps
 from lathe.train.trainer import Trainer
@@ -368,6 +377,12 @@ def compression(device: str, folder: Path) -> Iterator[Figures]:
     started = time.perf_counter()
     quantize(make_recipe(rounded), cut, data, folder / "gptq")
     yield {"GPTQ, s": time.perf_counter() - started}
+    for dtype in ("tf32", "bfloat16"):
+        output, started = folder / dtype, time.perf_counter()
+        found = perplexity(dense, output, text, device, dtype)
+        used = json.loads((output / "metrics.json").read_text())["protocol"]["dtype"]
+        yield {f"dense, {dtype}": found, f"{dtype}: used": used}
+        yield {f"dense, {dtype}, s": time.perf_counter() - started}
     for name in ("dense", "cut", "int8", "int4", "gptq"):
         started = time.perf_counter()
         found, on_cpu = (
@@ -379,12 +394,53 @@ def compression(device: str, folder: Path) -> Iterator[Figures]:
         require(close, f"{name}: perplexity {found}, on a CPU {on_cpu}")
 
 
-def perplexity(model: Path, output: Path, text: Path, device: str) -> float:
+def perplexity(model: Path, output: Path, text: Path, device: str, dtype: str = "float32") -> float:
     from lathe.evaluate.evaluate import evaluate  # requires scipy and onnxruntime
 
-    found = evaluate(make_recipe(on(device)), model, output, text=text).figures["perplexity"]
+    recipe = make_recipe(on(device) | {"Offline_Eval.dtype": dtype})
+    found = evaluate(recipe, model, output, text=text).figures["perplexity"]
     assert found is not None
     return found
+
+
+def by_block(device: str, folder: Path) -> Iterator[Figures]:
+    """Score and round two blocks of the shape of 7B that are in the host's memory, and compare the
+    peaks of the GPU's with the estimates."""
+    length, inner, size = (1024, 11008, 128) if device == "cuda" else (32, 96, 2)
+    config = GPTConfig(
+        *(32000, length, 32 * size, size, (32, 32), (inner, inner)),
+        architecture=LLAMA,
+        kv_heads=(32, 32),
+        tie_word_embeddings=False,
+    )
+    model = GPT(config).eval()
+    batches = [torch.randint(32000, (8, length)).to(device) for _ in range(4)]
+    int4 = LinearFormat(WeightFormat.grouped(64, 4))
+    plan = QuantizationPlan(dict.fromkeys(config.linear_names(), int4))
+
+    def scores() -> int:
+        importance(model, "taylor", batches)
+        return pass_bytes(model, batches[0].numel(), gradients=True)
+
+    def rounding(steps: int) -> int:
+        rounded = copy.deepcopy(model)
+        fake_quant.insert(rounded, plan)
+        gptq(rounded, batches, steps)
+        return gptq_bytes(rounded, batches[0].numel(), steps)
+
+    for name, run in (
+        ("scores", scores),
+        ("GPTQ", partial(rounding, 0)),
+        ("learned", partial(rounding, 10)),
+    ):
+        started = time.perf_counter()
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        estimated = run()
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        yield {f"{name}, s": time.perf_counter() - started}
+        yield {f"{name}, GB": peak / 1e9, f"{name}, GB estimated": estimated / 1e9}
+        require(peak <= estimated, f"{name}: {peak} bytes, {estimated} estimated")
 
 
 def float16(device: str, folder: Path) -> Iterator[Figures]:
@@ -446,6 +502,7 @@ PARTS = {
     "documents": Part(30, documents),
     "QAT": Part(120, qat),
     "prune, QAT, GPTQ, evaluate": Part(180, compression),
+    "7B by block": Part(120, by_block),
     "float16": Part(60, float16),
     "plain loop": Part(60, plain),
 }

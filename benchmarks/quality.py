@@ -51,6 +51,7 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.gguf import names_in_gguf
 from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches
+from lathe.train.workers import choose_device
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 
@@ -277,7 +278,8 @@ def by_peer(
     with the dequantized weights."""
     text = folder.parents[2] / "calibration.npy"
     if not text.is_file():
-        rows = gptq_text(recipe(), load_checkpoint(reference), TokenDataset.open(data))
+        checkpoint, tokens = load_checkpoint(reference), TokenDataset.open(data)
+        rows = gptq_text(recipe(), checkpoint, tokens, choose_device(recipe()))
         np.save(text, torch.cat(rows).numpy())
     folder.mkdir(parents=True, exist_ok=True)
     script = Path(__file__).with_name("quality_peers.py")

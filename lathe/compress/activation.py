@@ -22,6 +22,7 @@ from lathe.compress.plan import INT8_FORMATS, choose_formats, make_plan
 from lathe.compress.sensitivity.measure import BatchMetric, estimate_costs, linear_weight
 from lathe.compress.smoothing import Factors, find_factors
 from lathe.model import fake_quant
+from lathe.model.by_block import hidden_states
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe_base.config.settings import QuantizationSettings, Recipe
@@ -265,7 +266,7 @@ class _Trial:
         """The KL divergence from the model without its prefix."""
         # The reference is the model as it was trained, whatever prefix is tried meanwhile.
         with prefixed(self.model, ()):
-            return BatchMetric("kl", [self.sample.cpu().numpy()], self.model)
+            return BatchMetric("kl", [self.sample], self.model)
 
     def total_cost(self, fmt: Format) -> float:
         """The cost of having all linears in one format, measured once."""
@@ -313,7 +314,7 @@ def massive_tokens(model: GPT, batches: Sequence[Tensor]) -> list[int]:
         linears = (model.get_submodule(name) for name in model.config.linear_names())
         hooks = [linear.register_forward_pre_hook(observe) for linear in linears]
         try:
-            model.eval().hidden(tokens)
+            hidden_states(model.eval(), [tokens])
         finally:
             for hook in hooks:
                 hook.remove()

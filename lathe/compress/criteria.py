@@ -8,15 +8,16 @@ model.
 To add a criterion, add an entry to `CRITERIA` and its name to `PruneSettings.criterion`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lathe.model.by_block import backward, hidden_states, on
 from lathe.model.gpt import GPT
-from lathe.train.loss import next_token_loss
+from lathe.train.loss import head_loss
 from lathe_base.progress import track
 
 
@@ -28,7 +29,7 @@ class Importance:
     channels: list[Tensor]
 
 
-Score = Callable[[GPT, Iterable[Tensor], bool], Importance]
+Score = Callable[[GPT, Sequence[Tensor], bool], Importance]
 """Scores a model in eval mode, on calibration tokens (B, T + 1) if it uses data; scores individual
 query heads, or key-value heads with the query heads that share them."""
 
@@ -47,12 +48,13 @@ class Criterion:
 
 
 def importance(
-    model: GPT, criterion: str, batches: Iterable[Tensor], of_queries: bool = False
+    model: GPT, criterion: str, batches: Sequence[Tensor], of_queries: bool = False
 ) -> Importance:
     """Score every head and channel by one of `CRITERIA`.
 
     Args:
-        batches: calibration tokens (B, T + 1), for criteria that use data.
+        batches: calibration tokens (B, T + 1), for criteria that use data; on the device on which
+            the blocks are scored, one after the other, wherever the model is.
         of_queries: score individual query heads, not key-value heads with their query heads.
     """
     training = model.training
@@ -67,16 +69,19 @@ def importance(
 def _from_weights(score: Callable[[Tensor], Tensor]) -> Score:
     """Score the rows (units, weights) of a layer's first linears, without data."""
 
-    def of_model(model: GPT, _: Iterable[Tensor], of_queries: bool) -> Importance:
+    def of_model(model: GPT, batches: Sequence[Tensor], of_queries: bool) -> Importance:
         heads, channels, family = [], [], model.config.architecture
+        device = batches[0].device if batches else model.embedding.weight.device
         for i, block in enumerate(model.blocks):
             qkv = block.get_parameter(f"{family.column('heads').name}.weight")
-            groups, n = model.config.n_kv_head[i], model.config.per_group[i]
-            rows = qkv.detach().view(groups, n + 2, -1)  # of each group its queries, key and value
-            rows = rows[:, :n].flatten(0, 1) if of_queries else rows.flatten(1)
-            heads.append(score(rows))
             ffn = block.get_parameter(f"{family.column('channels').name}.weight")
-            channels.append(score(ffn.detach().view(model.config.n_inner[i], -1)))
+            groups, n = model.config.n_kv_head[i], model.config.per_group[i]
+            with on(device, block):
+                # Of each group its queries, key and value.
+                rows = qkv.detach().view(groups, n + 2, -1)
+                rows = rows[:, :n].flatten(0, 1) if of_queries else rows.flatten(1)
+                heads.append(score(rows))
+                channels.append(score(ffn.detach().view(model.config.n_inner[i], -1)))
         return Importance(heads, channels)
 
     return of_model
@@ -97,11 +102,11 @@ def _heads(model: GPT, of_queries: bool) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def _from_activations(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
-    device = model.embedding.weight.device
+def _from_activations(model: GPT, batches: Sequence[Tensor], of_queries: bool) -> Importance:
+    inputs = [batch[:, :-1] for batch in batches]
+    device, tokens = inputs[0].device, sum(x.numel() for x in inputs)
     heads = [torch.zeros(n, device=device) for n in _heads(model, of_queries)]
     channels = [torch.zeros(n, device=device) for n in model.config.n_inner]
-    tokens = 0
 
     def watch(sums: Tensor, magnitude: Callable[[Tensor], Tensor]) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: tuple[Tensor]) -> None:
@@ -121,16 +126,14 @@ def _from_activations(model: GPT, batches: Iterable[Tensor], of_queries: bool) -
         hooks.append(attention.register_forward_pre_hook(watch(of_head, norms)))
         hooks.append(mlp.register_forward_pre_hook(watch(of_channel, torch.abs)))
     try:
-        for batch in track(list(batches), "importance"):
-            model.hidden(batch[:, :-1])
-            tokens += batch[:, :-1].numel()
+        hidden_states(model, inputs, "importance")
     finally:
         for hook in hooks:
             hook.remove()
     return Importance([s / tokens for s in heads], [s / tokens for s in channels])
 
 
-def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False) -> Importance:
+def gate_slopes(model: GPT, batches: Sequence[Tensor], of_queries: bool = False) -> Importance:
     """First-order change of each sequence's mean loss if a unit's output is zeroed: (N, H) and
     (N, F) per layer for N sequences.
 
@@ -151,8 +154,11 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
         return ((units * gate[:, None, :, None]).flatten(2),)
 
     hooks = [linear.register_forward_pre_hook(apply_gate) for linear in linears]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
     try:
-        for batch in track(list(batches), "importance"):
+        for batch in track(batches, "importance", len(batches)):
             B = len(batch)
             for groups, (attention, mlp) in zip(counts, _output_projections(model), strict=True):
                 # One for each sequence: a batch gives a slope for every sequence in it.
@@ -160,19 +166,26 @@ def gate_slopes(model: GPT, batches: Iterable[Tensor], of_queries: bool = False)
                 gates[mlp] = torch.ones(B, mlp.in_features, device=batch.device)
             for gate in gates.values():
                 gate.requires_grad_()
+
             # A batch's mean loss, times B, is the sum of its sequences' losses: the gradient at the
             # gate of a sequence is that of its own loss.
-            gradients = torch.autograd.grad(next_token_loss(model, batch) * B, list(gates.values()))
-            for slope_rows, slope in zip(slopes, gradients, strict=True):
-                slope_rows.append(slope)
+            def loss(hidden: Tensor, batch: Tensor = batch) -> Tensor:
+                return head_loss(model, hidden, batch) * len(batch)
+
+            backward(model, batch[:, :-1], loss)
+            for slope_rows, gate in zip(slopes, gates.values(), strict=True):
+                assert gate.grad is not None
+                slope_rows.append(gate.grad)
     finally:
+        for parameter in trained:
+            parameter.requires_grad_()
         for hook in hooks:
             hook.remove()
     whole = [torch.cat(slope_rows) for slope_rows in slopes]
     return Importance(whole[0::2], whole[1::2])
 
 
-def _from_gates(model: GPT, batches: Iterable[Tensor], of_queries: bool) -> Importance:
+def _from_gates(model: GPT, batches: Sequence[Tensor], of_queries: bool) -> Importance:
     slopes = gate_slopes(model, batches, of_queries)
     return Importance(
         [s.square().mean(0) for s in slopes.heads], [s.square().mean(0) for s in slopes.channels]

@@ -34,11 +34,20 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.block import Block, Half
-from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear, QuantizedWeight
+from lathe.model.by_block import by_halves, embed, for_each, hidden_states, on
+from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import Grid, split, storable_scale, weight_grid, weight_scales
+from lathe.model.integer_weights import (
+    Grid,
+    QuantizedWeight,
+    split,
+    storable_scale,
+    weight_grid,
+    weight_scales,
+)
 from lathe.model.quantization import WeightFormat
 from lathe.train.loss import CHUNK_ELEMENTS
+from lathe.train.room import pass_bytes
 from lathe_base.progress import track
 
 log = logging.getLogger("lathe")
@@ -62,6 +71,10 @@ linearly, so no integer moves further than half of that."""
 SCALE_TRAVEL = 0.12  # the same for scales, relative
 MARGIN = 0.05  # the least distance of a latent integer from the next one's, when it starts
 BETAS = 0.9, 0.95
+# Memory, for `gptq_bytes`:
+HESSIANS = 8  # matrices like the Hessian, in float64, while its inverse is factored
+BUFFERS = 16  # like the rows that are rounded together
+LATENTS = 14  # like the weights of a block whose rounding is learned
 
 Weights = Mapping[FakeQuantLinear, Tensor]
 
@@ -78,40 +91,67 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
         steps: of `learn_rounding` for every block, which needs batches of the same length.
     """
     model.eval()
-    head = model.output
+    head, device = model.output, batches[0].device
     if isinstance(head, FakeQuantEmbedding):
         # First, because a tied head is the embedding: the blocks are rounded for what they will
         # read. Its own inputs come from blocks that are still rounded to nearest.
-        finals = (model.hidden(tokens) for tokens in batches)
-        _round_weight(model.config.tables[-1], head, model.head_input, finals)
+        with on(device, head, model.head_input):
+            finals = hidden_states(model, batches)
+            _round_weight(model.config.tables[-1], head, model.head_input, finals, device)
+            del finals  # gigabytes on the host
     names = {module: name for name, module in model.named_modules()}
-    hidden = [model.embed(tokens) for tokens in batches]
+    hidden = embed(model, batches)
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
-        linears = learnable(block) if steps else []
-        if not linears:
-            hidden = block.by_halves(hidden, partial(_round_half, names))
-            continue
-        # The targets are the float block's outputs for the inputs that the rounded model has.
-        before = {linear: linear.weight.clone() for linear in linears}
-        with in_float(block):
-            targets = [block(x) for x in hidden]
-        block.by_halves(hidden, partial(_round_half, names))
-        learn_rounding(block, before, torch.cat(hidden), torch.cat(targets), steps)
-        hidden = [block(x) for x in hidden]
+        with on(device, block):
+            linears = learnable(block) if steps else []
+            if not linears:
+                hidden = by_halves(device, block, hidden, partial(_round_half, names, device))
+                continue
+            # The targets are the float block's outputs for the inputs that the rounded model has.
+            before = {linear: linear.weight.clone() for linear in linears}
+            with in_float(block):
+                targets = for_each(device, block, hidden)
+            by_halves(device, block, hidden, partial(_round_half, names, device))
+            texts = torch.cat(hidden)
+            learn_rounding(block, before, texts, torch.cat(targets), steps, device)
+            hidden = for_each(device, block, hidden)
+
+
+def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
+    """Memory that `gptq` needs on the device of its batches, in bytes; see `lathe.train.room`.
+
+    Args:
+        tokens: those of a batch.
+    """
+    shapes = [
+        x.weight.shape
+        for x in model.modules()
+        if isinstance(x, FakeQuantLinear | FakeQuantEmbedding)
+    ]
+    inputs = max(shape[1] for shape in shapes)
+    hessians = HESSIANS * 8 * inputs**2
+    rows = BUFFERS * 4 * min(max(shape.numel() for shape in shapes), CHUNK_ELEMENTS)
+    learned = max((sum(x.weight.nbytes for x in learnable(b)) for b in model.blocks), default=0)
+    rounding = max(hessians + rows, LATENTS * learned if steps else 0)
+    if steps:
+        return pass_bytes(model, max(tokens, STEP_TOKENS), gradients=True) + rounding
+    return pass_bytes(model, tokens) + rounding
 
 
 def _round_half(
-    names: Mapping[nn.Module, str], half: Half, hidden: Sequence[Tensor]
+    names: Mapping[nn.Module, str], device: torch.device, half: Half, hidden: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Round both linears of a half; returns the second one's outputs."""
+    """Round both linears of a half; returns the second one's inputs."""
     first, second = (getattr(half.part, name) for name in half.part.names)
     if isinstance(first, FakeQuantLinear):
-        _round_weight(names[first], first, first.observer, (half.norm(x) for x in hidden))
-    inner = [half.part.inner(half.norm(x)) for x in hidden]  # with the first one rounded
+        inputs = (half.norm(x.to(device, non_blocking=True)) for x in hidden)
+        _round_weight(names[first], first, first.observer, inputs, device)
+    # With the first one rounded.
+    inner = for_each(device, lambda x: half.part.inner(half.norm(x)), hidden)
     if isinstance(second, FakeQuantLinear):
-        _round_weight(names[second], second, second.observer, inner)
-    return [second(y) for y in inner]
+        _round_weight(names[second], second, second.observer, inner, device)
+    return inner
 
 
 def _round_weight(
@@ -119,9 +159,11 @@ def _round_weight(
     module: FakeQuantLinear | FakeQuantEmbedding,
     observer: nn.Module | None,
     inputs: Iterable[Tensor],
+    device: torch.device,
 ) -> None:
-    """Round a weight, in place, for its inputs (B, T, I), which its observer rounds."""
-    rounded = (x if observer is None else observer(x) for x in inputs)
+    """Round a weight on a device, in place, for its inputs (B, T, I), which its observer rounds."""
+    here = (x.to(device, non_blocking=True) for x in inputs)
+    rounded = (x if observer is None else observer(x) for x in here)
     if not round_columns(module.weight, module.quantized.fmt, input_hessian(rounded)):
         log.warning(
             "%s: the Hessian of its inputs is not positive definite; rounding to nearest", name
@@ -373,7 +415,12 @@ class _Latent(QuantizedWeight):
 
 
 def learn_rounding(
-    block: Block, before: Weights, inputs: Tensor, targets: Tensor, steps: int
+    block: Block,
+    before: Weights,
+    inputs: Tensor,
+    targets: Tensor,
+    steps: int,
+    device: torch.device,
 ) -> tuple[float, float]:
     """Train the rounding of a block whose weights GPTQ has rounded, in place. Rounding the result
     to nearest, as fake quantization and export do, changes nothing.
@@ -382,21 +429,22 @@ def learn_rounding(
         before: the float weights of `learnable`.
         inputs: hidden states (N, T, C) that the quantized blocks before it compute.
         targets: those that the block should compute from them.
+        device: the block's, to which the rows of a step are moved.
 
     Returns:
         The mean squared error of the output before and after, relative to the targets. If it has
         not fallen, the weights are as before.
     """
     latents = {linear: _Latent(linear, weight) for linear, weight in before.items()}
-    importance = 1 / targets.square().mean(-1, keepdim=True).clamp_(min=1e-12)
-    device = inputs.device.type
     # bfloat16 where it is faster; errors are still summed in float32.
-    in_half = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    in_half = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     def error(rows: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=in_half):
-            outputs = block(inputs[rows])
-        errors: Tensor = (outputs.float() - targets[rows]).square() * importance[rows]
+        wanted = targets[rows].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=in_half):
+            outputs = block(inputs[rows].to(device))
+        importance = 1 / wanted.square().mean(-1, keepdim=True).clamp_(min=1e-12)
+        errors: Tensor = (outputs.float() - wanted).square() * importance
         return errors.mean()
 
     def total() -> float:

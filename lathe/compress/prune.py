@@ -29,9 +29,10 @@ from lathe.model.folder import MARKER, CheckpointFolder, open_folder
 from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
-from lathe.train.loss import next_token_loss
+from lathe.train.loss import batch_losses
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult, remove_run
+from lathe.train.room import BY_BLOCK, device_with_room, pass_bytes
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
 from lathe_base.config.settings import PruneSettings, Recipe
@@ -39,9 +40,6 @@ from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
-
-COPIES = 4.0
-"""Memory that scoring and cutting need, in multiples of the weights; not measured on a GPU."""
 
 
 @attested("prune", "model", "data", "teacher")
@@ -101,13 +99,13 @@ def _one_round(
             raise UserError(
                 f"{parent.path}: is quantized", "prune first, then quantize", Code.WRONG_KIND
             )
-        device = workers.device_with_room(start_model.model, COPIES)
-        trainable = with_dropout(start_model.model, recipe.Model).to(device)
-        config = trainable.config
-        tokens = open_data(data, recipe, config, start_model.tokenizer)
-        batches = first_batches(recipe, tokens, settings.calibration_batches)
+        trainable = with_dropout(start_model.model, recipe.Model)
+        tokens = open_data(data, recipe, trainable.config, start_model.tokenizer)
+        batches = [*first_batches(recipe, tokens, settings.calibration_batches)]
+        needed = pass_bytes(trainable, batches[0].size, gradients=settings.criterion == "taylor")
+        device, _ = device_with_room(recipe, workers.device, "pruning scores", {BY_BLOCK: needed})
         calibration = [torch.from_numpy(batch).to(device) for batch in batches]
-        pruned = cut(trainable, settings, dense, index, calibration).cpu()
+        pruned = cut(trainable, settings, dense, index, calibration)
         before, after = dense.n_params, pruned.config.n_params
         log.info(
             "pruned: heads %s, FFN widths %s, parameters %s -> %s (%.1f %% fewer)",
@@ -148,17 +146,17 @@ def cut(
     Args:
         dense: the original shape, which `ratio` refers to.
         index: of the round, from 1.
-        calibration: tokens (B, T + 1) for criteria that use data, and for removing layers.
+        calibration: tokens (B, T + 1) for criteria that use data, and for removing layers; on the
+            device on which units are scored, wherever the model is.
     """
     if settings.heads:
         return _prune_to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
         whole_model = model.eval()  # `model` is reassigned below
 
-        @torch.no_grad()
         def loss(layers: Sequence[int]) -> float:
             part = keep_layers(whole_model, layers).eval()
-            return sum(float(next_token_loss(part, tokens)) for tokens in calibration)
+            return sum(batch_losses(part, calibration))
 
         model = keep_layers(model, choose_layers(loss, model.config.n_layer, settings.layers))
     of_queries = _prunes_queries(settings, dense)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lathe.compress.activation import find_prefix, smoothing_factors, with_int8_formats
 from lathe.compress.feasible import require_enabled
-from lathe.compress.gptq import gptq
+from lathe.compress.gptq import gptq, gptq_bytes
 from lathe.compress.plan import make_plan, named_formats
 from lathe.compress.sensitivity.result import (
     analysis_digest,
@@ -20,6 +20,7 @@ from lathe.compress.sensitivity.result import (
 from lathe.compress.smoothing import fold
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
+from lathe.model.by_block import on
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.folder import open_folder
@@ -29,9 +30,10 @@ from lathe.model.integer_weights import exceeds_scales
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
-from lathe.train.loss import next_token_loss
+from lathe.train.loss import batch_losses
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult
+from lathe.train.room import BY_BLOCK, WHOLE, device_with_room, pass_bytes, whole_bytes
 from lathe.train.run import TrainingJob, run_training
 from lathe.train.workers import Workers
 from lathe_base.config.settings import GenerationSettings, Recipe
@@ -42,8 +44,6 @@ from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 
-COPIES = 4.0
-"""Memory that calibration and GPTQ need, in multiples of the weights; not measured on a GPU."""
 CACHE_BYTES = 2**30
 """Upper bound of the key-value cache: rows that fit are generated together, since on a CPU a step
 of many rows takes little longer than one of a few."""
@@ -86,12 +86,11 @@ def quantize(
                 Code.WRONG_KIND,
             )
         tokens = open_data(data, recipe, start.model.config, start.tokenizer)
-        device = workers.device_with_room(start.model, COPIES)
-        start.model.to(device)
-        parts = calibration_batches(recipe, tokens)
+        parts = [*calibration_batches(recipe, tokens)]
+        needed = pass_bytes(start.model, parts[0].size, gradients=True)
+        device, _ = device_with_room(recipe, workers.device, "calibration", {BY_BLOCK: needed})
         batches = [torch.from_numpy(part).to(device) for part in parts]
-        with torch.no_grad():
-            loss = float(next_token_loss(start.model, batches[0]))
+        (loss,) = batch_losses(start.model, batches[:1])
         if not math.isfinite(loss):
             raise UserError(
                 f"{model}: its loss on training text is {loss}",
@@ -100,7 +99,7 @@ def quantize(
             )
         text_for_gptq = []  # which the float model writes, before anything is folded into it
         if settings.uses_gptq(recipe.Engine.max_steps):
-            text_for_gptq = workers.agree(lambda: gptq_text(recipe, start, tokens))
+            text_for_gptq = workers.agree(lambda: gptq_text(recipe, start, tokens, workers.device))
         named = named_formats(start.model.config, settings, sensitivity)
         # The order matters: a prefix removes the massive activations, smoothing divides what is
         # left, and only then is it known what static scales cost. Rank 0 decides for all.
@@ -118,10 +117,12 @@ def quantize(
         fake_quant.calibrate(trainable, batches)
         _warn_of_large_weights(trainable)
         if text_for_gptq:
+            needed = gptq_bytes(trainable, text_for_gptq[0].numel(), settings.learned_steps)
+            device, _ = device_with_room(recipe, workers.device, "GPTQ", {BY_BLOCK: needed})
             read = [part.to(device) for part in text_for_gptq]
             # Rounding is learned, and other processes might learn it with other rounding errors.
             workers.agree(lambda: gptq(trainable, read, settings.learned_steps))
-            workers.share(trainable.cpu().parameters())
+            workers.share(trainable.parameters())
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(
             "%d linears are INT8, %d INT4; the input of %d is INT8",
@@ -132,7 +133,7 @@ def quantize(
 
         return TrainingJob(
             "quantize",
-            trainable.cpu(),
+            trainable,
             start.tokenizer,
             parent.path,
             after_step=lambda part, group: fake_quant.fold_observers(
@@ -145,8 +146,11 @@ def quantize(
     return run_training(recipe, data, output, inputs, make, teacher, sources)
 
 
-def gptq_text(recipe: Recipe, start: Checkpoint, data: TokenDataset) -> list[Tensor]:
-    """Micro-batches (B, T) of training text and of text that the float model writes."""
+def gptq_text(
+    recipe: Recipe, start: Checkpoint, data: TokenDataset, device: torch.device
+) -> list[Tensor]:
+    """Micro-batches (B, T) of training text and of text that the float model writes, on `device` if
+    that has room for the whole model, which every token needs."""
     settings = recipe.Compress.Quantization
     parts = calibration_batches(recipe, data, settings.gptq_batches)
     read = [torch.from_numpy(part) for part in parts]
@@ -154,7 +158,10 @@ def gptq_text(recipe: Recipe, start: Checkpoint, data: TokenDataset) -> list[Ten
         return read
     rows, length = read[0].shape
     rows *= settings.generated_batches
-    written = generated_text(start.model, rows, length, start.eos_id, recipe.Global.seed)
+    needed = whole_bytes(start.model, rows) + CACHE_BYTES
+    device, _ = device_with_room(recipe, device, "text for GPTQ", {WHOLE: needed})
+    with on(device, start.model):
+        written = generated_text(start.model, rows, length, start.eos_id, recipe.Global.seed)
     return [*read, *torch.split(written, len(read[0]))]
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lathe.model.block import Attention, Block, Half
+from lathe.model.by_block import by_halves, embed, for_each, on
 from lathe.model.fake_quant import make_observer
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight
@@ -130,27 +131,27 @@ def find_factors(
     """
     model.eval()
     factors: dict[str, Tensor] = {}
-    hidden = [model.embed(tokens) for tokens in batches]
+    device, hidden = batches[0].device, embed(model, batches)
     for path, block in track(_blocks(model), "smoothing", model.config.n_layer):
         foldable = iter(_halves(path, block))
 
         def run(
             half: Half, read: Sequence[Tensor], foldable: Iterator[FoldableLinears] = foldable
         ) -> list[Tensor]:
-            normed = [half.norm(x) for x in read]
-            inner = [half.part.inner(x) for x in normed]
+            normed = for_each(device, half.norm, read)
+            inner = for_each(device, half.part.inner, normed)
             for normalized, inputs in zip(next(foldable), (normed, inner), strict=True):
                 if normalized is None or normalized.name not in formats:
                     continue
                 # The float model's inputs: factors of one linear do not depend on others'.
-                rows = torch.cat([x.flatten(0, 1) for x in inputs])
+                rows = torch.cat([x.flatten(0, 1) for x in inputs]).to(device)
                 best = _best_factors(normalized, rows, formats[normalized.name])
                 if best is not None:
                     factors[normalized.name] = best.cpu()
-            second: nn.Linear = getattr(half.part, half.part.names[1])
-            return [second(y) for y in inner]
+            return inner
 
-        hidden = block.by_halves(hidden, run)
+        with on(device, block):
+            hidden = by_halves(device, block, hidden, run)
     return factors
 
 

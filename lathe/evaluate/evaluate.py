@@ -10,8 +10,10 @@ Shapes: B rows of T tokens, n targets, V vocabulary, k maximum number of targets
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,18 +36,20 @@ from lathe.evaluate.measure_model import (
 from lathe.evaluate.scoring import Answerer, AnswerRequest, Scorer, Scores, Targets
 from lathe.export.export import require_exportable
 from lathe.export.export import write as write_export
+from lathe.model.by_block import hidden_states, on
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import read_config
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.train.workers import choose_device
+from lathe.train.room import BY_BLOCK, WHOLE, device_with_room, pass_bytes, whole_bytes
+from lathe.train.workers import choose_device, tensor_float32
 from lathe_base.artifacts.kinds import EVALUATION, open_export
 from lathe_base.config.settings import (
     ExportSettings,
     GenerationSettings,
-    OfflineEvalSettings,
     Recipe,
 )
+from lathe_base.config.settings.types import Precision
 from lathe_base.errors import Code, UserError
 from lathe_base.parameters import Params
 from lathe_base.provenance.step import attested
@@ -63,6 +67,9 @@ from lathe_serving.runtime.text import TokenBytes, encode_prompts
 
 log = logging.getLogger("lathe")
 
+MAX_DIFFERENCE = 0.03
+"""Limit of the mean difference of log-probabilities in another precision, nats per token: a third
+of what the gate allows perplexity by default. SmolLM2-135M in bfloat16 has 0.018 on WikiText."""
 LOGIT_ROWS = 1024
 """Positions whose (rows, V) logits are in memory at a time."""
 PREFIX_BYTES = 1 << 28
@@ -116,7 +123,10 @@ def evaluate(
     claim_output_folder(output, EVALUATION, *inputs)
     served = (endpoint, recipe.Serving.model_name) if endpoint else None
     subject = open_model(model, recipe, served)
-    beside = None if reference is None else open_model(reference, recipe)
+    beside = None
+    if reference is not None:  # which is what others are measured by
+        exact = recipe.Offline_Eval.model_copy(update={"dtype": "float32"})
+        beside = open_model(reference, recipe.model_copy(update={"Offline_Eval": exact}))
     return measure(recipe, subject, output, data, cloze, text, tasks, beside)
 
 
@@ -140,8 +150,7 @@ def open_model(
             raise UserError(
                 f"{onnx}: no such file", "give the export folder that is served", Code.NOT_FOUND
             )
-        device = choose_device(recipe)
-        return _open_checkpoint(load_checkpoint(model), settings, device, recipe.Global.seed)
+        return _open_checkpoint(recipe, load_checkpoint(model))
 
     folder = onnx.parent
     open_export(folder)
@@ -168,28 +177,32 @@ def open_model(
     )
 
 
-def _open_checkpoint(
-    checkpoint: Checkpoint, settings: OfflineEvalSettings, device: torch.device, seed: int
-) -> EvaluatedModel:
-    net, graph = checkpoint.model, None
+def _open_checkpoint(recipe: Recipe, checkpoint: Checkpoint) -> EvaluatedModel:
+    settings, net, graph = recipe.Offline_Eval, checkpoint.model, None
+    tokens = settings.batch_size * min(settings.max_seq_len, net.config.n_positions)
+    needs = {WHOLE: whole_bytes(net, tokens), BY_BLOCK: pass_bytes(net, tokens)}
+    device, way = device_with_room(recipe, choose_device(recipe), "evaluation", needs)
+    if way == WHOLE:
+        net.to(device)
+    elif device.type != "cpu":  # for a token at a time, all weights would be moved
+        log.warning("evaluation: text is generated on the CPU")
     # Fake quantization computes the rounding of an INT8 graph in float, step by step; the graph
     # itself is what will be served, and faster.
     if net.config.quantization is not None:
         require_float32(settings, f"{checkpoint.folder} is quantized, with scales for float32")
         if settings.quantized == "onnxruntime" and device.type == "cpu":
             graph = _graph_scorer(checkpoint)
-    is_bfloat16 = settings.dtype == "bfloat16"
-    log.info("evaluating on %s in %s", device, settings.dtype)
-    torch_scorer = TorchScorer(net.to(device), is_bfloat16)
+    torch_scorer = TorchScorer(net, device, settings.dtype)
 
     @cache
     def answerers() -> tuple[Answerer, Answerer]:
         """A graph is faster on a CPU. That of a model in float is checked by torch's answers; torch
         computes a quantized one with other rounding."""
         is_float, exported = net.config.quantization is None, graph
-        if is_float and device.type == "cpu" and not is_bfloat16:
+        precision, ends = torch_scorer.precision, sorted(checkpoint.end_ids)
+        if is_float and net.embedding.weight.device.type == "cpu" and precision == "float32":
             exported = _graph_scorer(checkpoint)
-        in_torch = partial(torch_answerer, net, sorted(checkpoint.end_ids), bfloat16=is_bfloat16)
+        in_torch = partial(torch_answerer, net, ends, precision=precision)
         first = again = in_torch
         if exported is not None:
             first = partial(graph_answerer, exported.model, checkpoint.tokenizer)
@@ -207,7 +220,10 @@ def _open_checkpoint(
         n_bytes=checkpoint.source.n_bytes,
         digest=checkpoint.digest,
         on_cpu=device.type == "cpu",
-        generate=lambda prompts, how: generate(net, prompts, how, checkpoint.end_ids, seed),
+        precision=lambda: torch_scorer.precision,
+        generate=lambda prompts, how: generate(
+            net, prompts, how, checkpoint.end_ids, recipe.Global.seed
+        ),
         answerers=answerers,
     )
 
@@ -233,15 +249,52 @@ def _graph_scorer(checkpoint: Checkpoint) -> "OnnxScorer | None":
 
 
 class TorchScorer:
-    """Scores with a torch GPT, on its device.
+    """Scores with a torch GPT on a device; a model that is elsewhere, block by block.
 
-    With `bfloat16` the blocks multiply in that type. The residual stream stays in float32, because
-    in a trained model it spans more than bfloat16's 8 bits; so do the logits.
+    In bfloat16 and TF32 the blocks multiply in that type. The residual stream stays in float32,
+    because in a trained model it spans more than bfloat16's 8 bits; so do the logits.
+
+    Attributes:
+        precision: the requested one, unless `settle_precision` has found that it is not close
+            enough to float32.
     """
 
-    def __init__(self, model: GPT, bfloat16: bool = False) -> None:
-        self.model, self.bfloat16 = model, bfloat16
-        self.device = next(model.parameters()).device
+    def __init__(
+        self, model: GPT, device: torch.device | None = None, precision: Precision = "float32"
+    ) -> None:
+        self.model, self.precision = model, precision
+        self.device = device or next(model.parameters()).device
+        self._is_settled = precision == "float32"
+
+    def settle_precision(
+        self, targets: Targets, recall: Callable[[Callable[[], int]], int]
+    ) -> None:
+        """See `lathe.evaluate.scoring.PreciseScorer`: the test is that log-probabilities of the
+        first batch differ by at most `MAX_DIFFERENCE` on average."""
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if self.precision == "tf32" and self.device.type != "cuda":
+            log.warning("evaluating in float32: only GPUs have TF32")
+            self.precision = "float32"
+        elif not recall(lambda: int(self._is_close(targets))):
+            log.warning("evaluating in float32, because %s is too far from it", self.precision)
+            self.precision = "float32"
+
+    def _is_close(self, targets: Targets) -> bool:
+        """Whether the precision's log-probabilities are close to float32's, which is logged."""
+        precision, difference = self.precision, math.nan
+        if len(targets.ids):
+            rounded, _ = self.score(targets)
+            self.precision = "float32"
+            difference = float(np.abs(rounded - self.score(targets)[0]).mean())
+            self.precision = precision
+        log.info(
+            "%s: log-probabilities of the first batch differ from float32's by %.2g nats per "
+            "token (limit %g)",
+            *(precision, difference, MAX_DIFFERENCE),
+        )
+        return difference <= MAX_DIFFERENCE
 
     @torch.inference_mode()
     def score(self, targets: Targets) -> Scores:
@@ -249,19 +302,22 @@ class TorchScorer:
         hidden = self._hidden(targets)
         ids = torch.from_numpy(targets.ids).to(self.device)
         likelihoods, greedy = [], []
-        for i in range(0, len(ids), LOGIT_ROWS):
-            logits = self.model.head(hidden[i : i + LOGIT_ROWS]).float()
-            wanted = ids[i : i + LOGIT_ROWS]
-            chosen = logits.gather(1, wanted[:, None])[:, 0]
-            # In float64 only from here on: the difference of two large numbers that are close.
-            likelihoods.append((chosen.double() - logits.logsumexp(1).double()).cpu().numpy())
-            greedy.append((logits.argmax(1) == wanted).cpu().numpy())
+        with on(self.device, self.model.output, self.model.head_input):
+            for i in range(0, len(ids), LOGIT_ROWS):
+                logits = self.model.head(hidden[i : i + LOGIT_ROWS]).float()
+                wanted = ids[i : i + LOGIT_ROWS]
+                chosen = logits.gather(1, wanted[:, None])[:, 0]
+                # In float64 only from here on: the difference of two large numbers that are close.
+                likelihoods.append((chosen.double() - logits.logsumexp(1).double()).cpu().numpy())
+                greedy.append((logits.argmax(1) == wanted).cpu().numpy())
         return np.concatenate(likelihoods), np.concatenate(greedy)
 
     @torch.inference_mode()
     def logits(self, targets: Targets) -> NDArray[np.float32]:
         """See `lathe.evaluate.tasks.text.LogitScorer`."""
-        logits: NDArray[np.float32] = self.model.head(self._hidden(targets)).float().cpu().numpy()
+        hidden = self._hidden(targets)
+        with on(self.device, self.model.output, self.model.head_input):
+            logits: NDArray[np.float32] = self.model.head(hidden).float().cpu().numpy()
         return logits
 
     def _hidden(self, targets: Targets) -> Tensor:
@@ -269,8 +325,27 @@ class TorchScorer:
         # The head is applied to the n targets only, not to all B * T positions.
         arrays = (targets.tokens, targets.rows, targets.columns)
         tokens, rows, columns = (torch.from_numpy(x).to(self.device) for x in arrays)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            return self.model.hidden(tokens)[rows, columns]
+        with in_precision(self.precision, self.device):
+            return hidden_states(self.model, [tokens])[0][rows, columns]
+
+
+@contextmanager
+def in_precision(
+    precision: Precision, device: torch.device, keeps_weights: bool = False
+) -> Iterator[None]:
+    """Let a model's products be computed in a precision for the duration of a `with` block.
+
+    Args:
+        keeps_weights: whether to keep the rounded weights of all blocks until it ends, for models
+            that are called more than once in it.
+    """
+    with ExitStack() as stack:
+        if precision == "tf32":
+            stack.enter_context(tensor_float32(device))
+        is_half = precision == "bfloat16"
+        autocast = torch.autocast(device.type, torch.bfloat16, is_half, keeps_weights)
+        stack.enter_context(autocast)
+        yield
 
 
 class IndexedScorer:
@@ -397,7 +472,11 @@ def graph_answerer(
 
 
 def torch_answerer(
-    model: GPT, end_ids: Sequence[int], rows: int, bfloat16: bool = False, is_reversed: bool = False
+    model: GPT,
+    end_ids: Sequence[int],
+    rows: int,
+    precision: Precision = "float32",
+    is_reversed: bool = False,
 ) -> Answerer:
     """Generates with torch, in batches of prompts of similar length; see `graph_answerer`."""
     device = next(model.parameters()).device
@@ -415,7 +494,7 @@ def torch_answerer(
             how = GenerationSettings(
                 decode_strategy="greedy_search", max_dec_len=longest, min_dec_len=0
             )
-            with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+            with in_precision(precision, device, keeps_weights=True):
                 answers = generate(model, prompts, how, end_ids)
             for i, ids in zip(batch, answers, strict=True):
                 yield i, ids[: requests[i].max_tokens]

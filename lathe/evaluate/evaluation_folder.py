@@ -196,6 +196,9 @@ def pair_evaluations(baseline: Path, candidate: Path, cluster_by: str | None) ->
             )
     # Windows and limits of answers change the figures as much as the data does.
     ours, theirs = before.metrics["protocol"], after.metrics["protocol"]
+    precisions = {ours.get("dtype"), theirs.get("dtype")}
+    if len(precisions) > 1:
+        hint = "evaluate both models with Offline_Eval.dtype=float32"
     if ours != theirs:
         raise UserError(f"{names} differ in protocol: {ours} against {theirs}", hint, Code.MISMATCH)
     if any(len(before.units[name].rows) != len(after.units[name].rows) for name in before.units):

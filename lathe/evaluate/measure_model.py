@@ -38,7 +38,7 @@ from lathe_base.artifacts.metadata import TASK_NAME
 from lathe_base.artifacts.remote import input_path
 from lathe_base.config.settings import GenerationSettings, OfflineEvalSettings, Recipe
 from lathe_base.config.settings.quality import AnswerSettings
-from lathe_base.config.settings.types import EvaluationRuntime
+from lathe_base.config.settings.types import EvaluationRuntime, Precision
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import atomic_folder, digest, sha256
 from lathe_base.storage.ownership import real_path
@@ -72,6 +72,7 @@ class EvaluatedModel:
         generate: continues prompts; None if the evaluation writes no samples.
         answerers: opens what answers the prompts of generative tasks; None if nothing does.
         engine: the framework that computes.
+        precision: that of its products, as measured.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class EvaluatedModel:
     generate: Generate | None = None
     answerers: Answerers | None = None
     engine: str = "torch"
+    precision: Callable[[], Precision] = lambda: "float32"
 
     @property
     def simulates(self) -> bool:
@@ -214,6 +216,7 @@ def measure(
         except UserError:  # which scoring again would raise again
             journal.close()
             raise
+        protocol["dtype"] = subject.precision()  # as a test on the first batch has decided
         samples = _samples(recipe, subject, files)
         marks = _marks(settings, data, files, read, units)
         metrics = _metadata(subject, files, figures, protocol, marks, models)

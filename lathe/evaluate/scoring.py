@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from lathe_serving.runtime.exported_model import pad
 log = logging.getLogger("lathe")
 
 GENERATE_HINT = "generate answers with a checkpoint that torch runs, an export or a server"
+
+TESTED_PROMPTS = 8
+"""Prompts on which the precision is decided, where only answers are generated."""
 
 Scores = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
@@ -56,6 +59,21 @@ class Scorer(Protocol):
 
         Returns:
             (n,) natural log-likelihoods, and (n,) whether the target is the argmax.
+        """
+
+
+@runtime_checkable
+class PreciseScorer(Protocol):
+    """A scorer that may compute in less than float32."""
+
+    def settle_precision(
+        self, targets: Targets, recall: Callable[[Callable[[], int]], int]
+    ) -> None:
+        """Decide, once, whether what it computes is close enough to float32.
+
+        Args:
+            targets: the first batch.
+            recall: returns the result of a test, or that of an evaluation that was killed.
         """
 
 
@@ -108,6 +126,7 @@ class ResumableScorer:
 
     def score(self, targets: Targets) -> Scores:
         """See `Scorer.score`."""
+        self._settle_precision(targets)
         # The key is the content of the batch, not its number: a resumed evaluation with another
         # batch size scores everything again instead of mixing up rows.
         batch = hashlib.sha256(repr(targets.tokens.shape).encode())
@@ -142,6 +161,7 @@ class ResumableScorer:
             raise UserError(
                 f"{title}: this engine does not generate answers", GENERATE_HINT, Code.UNSUPPORTED
             )
+        self._settle_precision(_prompt_targets(requests))
         answerer = self.answerers()[run]
         # The index is part of the key, since two equal prompts may be answered differently, next to
         # other rows of a batch.
@@ -159,6 +179,21 @@ class ResumableScorer:
         n_tokens = f"{sum(map(len, answers)):,}"
         log.info("%s: %d answers, %s tokens (%s)", title, len(answers), n_tokens, answerer.how)
         return answers, answerer.how
+
+    def _settle_precision(self, targets: Targets) -> None:
+        if isinstance(self.scorer, PreciseScorer):
+            name = f"precision of {self.what}"
+            self.scorer.settle_precision(targets, lambda test: self.journal.recall(name, test, int))
+
+
+def _prompt_targets(requests: Sequence[AnswerRequest]) -> Targets:
+    """All tokens but the first of a few prompts."""
+    prompts = [one.prompt for one in requests[:TESTED_PROMPTS]]
+    sizes = [len(prompt) - 1 for prompt in prompts]
+    tokens, _ = pad(prompts)
+    rows = np.repeat(np.arange(len(prompts)), sizes)
+    columns = np.concatenate([np.arange(size) for size in sizes])
+    return Targets(tokens, rows, columns, tokens[rows, columns + 1])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ and sines are float32.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -408,22 +408,6 @@ class Block(nn.Module):
     def attention(self) -> Attention:
         """The self-attention of the block."""
         return getattr(self, self.names[0])  # type: ignore[no-any-return]
-
-    def by_halves(
-        self, hidden: Sequence[Tensor], run: Callable[[Half, Sequence[Tensor]], Sequence[Tensor]]
-    ) -> list[Tensor]:
-        """Run several batches (B, T, C) through the block, one half after the other.
-
-        Args:
-            run: computes the output of a half's second linear from the hidden states before its
-                norm, for every batch.
-        """
-        after, read = list(hidden), hidden
-        for half in self.halves:
-            outputs = run(half, read)
-            after = [x + half.output_norm(y) for x, y in zip(after, outputs, strict=True)]
-            read = read if self.is_parallel else after
-        return after
 
     @property
     def halves(self) -> tuple[Half, Half]:

@@ -10,8 +10,9 @@ INT8.
 `lathe.model.integer_weights` rounds the weights.
 """
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lathe.model.architecture import HEAD
+from lathe.model.by_block import embed, for_each, on
 from lathe.model.gpt import GPT, Embedding
-from lathe.model.integer_weights import fake_quantize_weight, round_to_levels, split
+from lathe.model.integer_weights import QuantizedWeight, round_to_levels, split
 from lathe.model.quantization import (
     ACTIVATION_LEVELS,
     INT8,
@@ -32,28 +34,6 @@ from lathe.model.quantization import (
 )
 
 log = logging.getLogger("lathe")
-
-
-class QuantizedWeight:
-    """`fake_quantize_weight` with a cache, used while gradients are off and the weight is
-    unchanged."""
-
-    def __init__(self, fmt: WeightFormat) -> None:
-        self.fmt = fmt
-        self._made_from: tuple[int, int] | None = None
-        self._value: Tensor | None = None
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        # A compiled graph has no address of a weight, and rounds it in the kernel that reads it.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            # A fused optimizer does not raise _version.
-            self._made_from = self._value = None
-            return fake_quantize_weight(weight, self.fmt)
-        made_from = weight.data_ptr(), weight._version
-        if self._value is None or made_from != self._made_from:
-            self._made_from = made_from
-            self._value = fake_quantize_weight(weight, self.fmt)
-        return self._value
 
 
 class Observer(nn.Module):
@@ -279,12 +259,16 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
     model.eval()
     for observer in observers_by_name.values():
         observer.calibrating = True
+    texts = [text for tokens in batches for text in torch.split(tokens, 1)]
+    device = texts[0].device
     with torch.no_grad():
-        # With the rate n / (n + 1), the moving average is the mean of all texts so far.
-        texts = (text for tokens in batches for text in torch.split(tokens, 1))
-        for n, text in enumerate(texts):
-            model(text)
-            fold_observers(model, n / (n + 1))
+        states = embed(model, texts)
+        for block in model.blocks:
+            states = _averaged(device, block, states)
+        if isinstance(model.head_input, Observer):
+            with on(device, model.final_norm):
+                states = for_each(device, model.final_norm, states)
+            _averaged(device, model.head_input, states)
     for name, observer in observers_by_name.items():
         observer.calibrating = False
         if not observer.absmax:
@@ -293,14 +277,30 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
     return {name: observer.scale for name, observer in observers_by_name.items()}
 
 
-def observers(model: GPT) -> Iterator[tuple[str, Observer]]:
+def _averaged(device: torch.device, module: nn.Module, states: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a module for one text after the other, over which its observers average."""
+    texts = itertools.count()
+
+    def compute(x: Tensor) -> Tensor:
+        y: Tensor = module(x)
+        n = next(texts)
+        fold_observers(module, n / (n + 1))  # with this rate the average is the mean so far
+        return y
+
+    with on(device, module):
+        return for_each(device, compute, states)
+
+
+def observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
     """Yield (path of the linear or `lm_head`, its observer)."""
     for name, module in model.named_modules():
         if isinstance(module, Observer):
             yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module
 
 
-def fold_observers(model: GPT, moving_rate: float, group: dist.ProcessGroup | None = None) -> None:
+def fold_observers(
+    model: nn.Module, moving_rate: float, group: dist.ProcessGroup | None = None
+) -> None:
     """Update the moving averages: absmax <- rate * absmax + (1 - rate) * the largest magnitude seen
     since the last call by any process of `group`."""
     all_observers = [observer for _, observer in observers(model)]

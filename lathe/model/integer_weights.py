@@ -204,3 +204,29 @@ class _RoundToLevels(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inside,) = ctx.saved_tensors
         return grads[0] * inside, None, None, None
+
+
+class QuantizedWeight:
+    """`fake_quantize_weight` with a cache, used while gradients are off and the weight is
+    unchanged."""
+
+    def __init__(self, fmt: WeightFormat) -> None:
+        self.fmt = fmt
+        self._made_from: tuple[int, int] | None = None
+        self._value: Tensor | None = None
+
+    def clear(self) -> None:
+        """Empty the cache."""
+        self._made_from = self._value = None
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        # A compiled graph has no address of a weight, and rounds it in the kernel that reads it.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            # A fused optimizer does not raise _version.
+            self.clear()
+            return fake_quantize_weight(weight, self.fmt)
+        made_from = weight.data_ptr(), weight._version
+        if self._value is None or made_from != self._made_from:
+            self._made_from = made_from
+            self._value = fake_quantize_weight(weight, self.fmt)
+        return self._value

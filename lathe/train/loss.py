@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, C hidden size, V vocabulary rows on this rank, n tokens of a chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lathe.model.by_block import hidden_states, on
 from lathe.model.gpt import GPT
 
 CHUNK_ELEMENTS = 2**26
@@ -25,10 +26,24 @@ NARROW_BLOCKS = 4
 def next_token_loss(model: GPT, tokens: Tensor) -> Tensor:
     """Mean cross-entropy, nats per token, of a whole model predicting tokens[:, 1:] of (B, T +
     1)."""
-    hidden = model.hidden(tokens[:, :-1])
+    return head_loss(model, model.hidden(tokens[:, :-1]), tokens)
+
+
+def head_loss(model: GPT, hidden: Tensor, tokens: Tensor) -> Tensor:
+    """`next_token_loss`, given the final hidden states (B, T, C)."""
     if model.head_input is not None:
         hidden = model.head_input(hidden)
     return linear_cross_entropy(hidden, model.output.table(), tokens[:, 1:])
+
+
+@torch.no_grad()
+def batch_losses(model: GPT, batches: Sequence[Tensor]) -> list[float]:
+    """`next_token_loss` of every batch, on the batches' device, wherever the model is."""
+    device = batches[0].device
+    states = hidden_states(model, [tokens[:, :-1] for tokens in batches])
+    with on(device, model.output, model.head_input):
+        pairs = zip(states, batches, strict=True)
+        return [float(head_loss(model, x.to(device), tokens)) for x, tokens in pairs]
 
 
 def linear_cross_entropy(

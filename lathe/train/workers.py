@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 # The names of torch.distributed, which does not export them to type checkers.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -31,10 +31,6 @@ from lathe_base.errors import Code, UserError
 log = logging.getLogger("lathe")
 
 _GROUPS = itertools.count()
-ROOM_FOR_ONE_PASS = 4 * 2**30
-"""Bytes for what calibrating a model needs whatever its size: the activations and logits of a text,
-and the Hessian of a linear's inputs."""
-
 SYSTEM = Path("/sys")
 
 T = TypeVar("T")
@@ -83,28 +79,6 @@ class Workers:
     def at(self, dim: str) -> int:
         """This process's coordinate in a dimension of the mesh."""
         return self.mesh.get_local_rank(dim)
-
-    def device_with_room(self, model: nn.Module, copies: float) -> torch.device:
-        """The device on which a full model is calibrated, scored or rounded before it is divided
-        among the processes: this process's GPU if it has room, otherwise the CPU, which is logged.
-
-        Args:
-            copies: memory that the work needs, in multiples of the model's weights.
-        """
-        if self.device.type == "cpu":
-            return self.device
-        free, _ = torch.cuda.mem_get_info(self.device)
-        weights = sum(p.nbytes for p in model.parameters())
-        needed = copies * weights + ROOM_FOR_ONE_PASS
-        device = self.device if needed <= free else torch.device("cpu")
-        if self.is_first:
-            log.log(
-                logging.INFO if device == self.device else logging.WARNING,
-                "calibrating on %s: %.1f GB of weights need about %.1f GB, and the GPU has %.1f GB "
-                "free",
-                *(device, weights / 1e9, needed / 1e9, free / 1e9),
-            )
-        return device
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum in place over all processes."""

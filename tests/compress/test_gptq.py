@@ -325,7 +325,8 @@ def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
     """KL divergence from the float model on validation text in nats per token."""
     recipe = load_recipe("tiny", SMALL)
     tokens = TokenDataset.open(data)
-    return fmean(BatchMetric("kl", EvalBatches(recipe, tokens, 4, 8), dense)(quantized))
+    batches = [torch.from_numpy(x) for x in EvalBatches(recipe, tokens, 4, 8)]
+    return fmean(BatchMetric("kl", batches, dense)(quantized))
 
 
 def test_pruning_without_finetuning(small_dense: Path, small_data: Path, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
 from lathe.model.block import Block
 from lathe.model.config import GPTConfig
-from lathe.model.fake_quant import FakeQuantLinear, QuantizedWeight
+from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.families import GPT2, LLAMA, QWEN3
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import fake_quantize_weight
+from lathe.model.integer_weights import QuantizedWeight, fake_quantize_weight
 from lathe.model.quantization import WeightFormat
 from lathe_base.config.recipe import load_recipe
 

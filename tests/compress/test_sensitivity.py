@@ -320,7 +320,7 @@ def test_estimates_are_scaled_to_what_all_linears_together_cost(
     dense, int8 = (load_checkpoint(path).model for path in (loud, tmp_path / "q"))
     tokens = TokenDataset.open(small_data)
     batches = validation_batches(recipe, tokens)
-    measured = fmean(BatchMetric("kl", batches, dense)(int8))
+    measured = fmean(BatchMetric("kl", [torch.from_numpy(x) for x in batches], dense)(int8))
     assert sum(x.score for x in result.linears) == pytest.approx(measured, rel=1e-3)
     estimated = sum(x.estimate for x in result.linears)
     assert estimated != pytest.approx(measured, rel=0.01)

@@ -11,7 +11,7 @@ from lathe.compress.sensitivity.result import Distribution
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan, WeightFormat
 
-NAME = "h.1.mlp.c_fc"
+NAME, CPU = "h.1.mlp.c_fc", torch.device("cpu")
 
 
 def transcribed(x: np.ndarray, scale: np.ndarray | float, low: int, channel: int) -> Distribution:
@@ -41,7 +41,7 @@ def same(found: Distribution, expected: Distribution, rel: float = 1e-3) -> bool
 def test_weights(kind: str, small_gpt: GPT) -> None:
     form = WeightFormat(kind)  # type: ignore[arg-type]
     plan = QuantizationPlan.w8a8({NAME: 1, "lm_head": 1}, form)
-    found = weight_distributions(small_gpt, plan, [NAME, "lm_head"])
+    found = weight_distributions(small_gpt, plan, [NAME, "lm_head"], CPU)
     for name, per_row in ((NAME, kind != "abs_max"), ("lm_head", True)):
         tensor = small_gpt.wte.weight if name == "lm_head" else small_gpt.h[1].mlp.c_fc.weight  # type: ignore[union-attr]
         x = tensor.detach().double().numpy()  # type: ignore[union-attr, operator]
@@ -89,5 +89,5 @@ def test_quartiles_of_a_sample_are_near_and_always_the_same(
 def test_a_weight_of_zeros_has_no_ratio(small_gpt: GPT) -> None:
     with torch.no_grad():
         small_gpt.h[1].mlp.c_fc.weight.zero_()  # type: ignore[union-attr, operator]
-    found = weight_distributions(small_gpt, QuantizationPlan.w8a8({NAME: 1}), [NAME])[NAME]
+    found = weight_distributions(small_gpt, QuantizationPlan.w8a8({NAME: 1}), [NAME], CPU)[NAME]
     assert found.channel_spread is None and found.sqnr_db is None and found.absmax == 0

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lathe.model import fake_quant
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import fake_quantize_weight, weight_scales
+from lathe.model.integer_weights import QuantizedWeight, fake_quantize_weight, weight_scales
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
 from tests.support.apart import run_apart
 
@@ -53,7 +53,7 @@ def test_weight_equals_torch_fake_quantize(kind: str, bits: int, high: int) -> N
 
 
 def test_a_weight_that_has_changed_is_rounded_again() -> None:
-    rounded = fake_quant.QuantizedWeight(INT8)
+    rounded = QuantizedWeight(INT8)
     weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         before = rounded(weight)

@@ -3,7 +3,6 @@
 The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,13 +28,12 @@ from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.fake_quant import without_quantization
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches
+from lathe.train.room import BY_BLOCK, device_with_room, pass_bytes
 from lathe.train.workers import choose_device
 from lathe_base.artifacts.journal import Journal
 from lathe_base.config.settings import QuantizationSettings, Recipe
 from lathe_base.config.settings.types import Format
 from lathe_base.provenance.step import attested
-
-log = logging.getLogger("lathe")
 
 
 @attested("analyze", "model", "data")
@@ -70,11 +68,12 @@ class TorchModel:
         named: bool = False,
     ) -> None:
         validation = validation_batches(recipe, data)
-        device = choose_device(recipe)
-        log.info("analyzing on %s", device)
-        batches = calibration_batches(recipe, data)
+        self.model = without_quantization(checkpoint.model)
+        batches = [*calibration_batches(recipe, data)]
+        tokens = max(batches[0].size, validation[0].size)
+        needed = pass_bytes(self.model, tokens, gradients=True)
+        device, _ = device_with_room(recipe, choose_device(recipe), "analysis", {BY_BLOCK: needed})
         self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
-        self.model = without_quantization(checkpoint.model).to(device)
         plan = checkpoint.model.config.quantization
         settings = recipe.Compress.Quantization
         self.group_size: int = settings.group_size
@@ -93,7 +92,8 @@ class TorchModel:
         self.plan = self.plans[self.forms[0]]
         self.names: Sequence[str] = list(self.plan.linears)
         self.float_already: Sequence[str] = [name for name in possible if name not in self.names]
-        self._measure = BatchMetric(recipe.Sensitivity.metric, validation, self.model)
+        measured = [torch.from_numpy(validation[i]).to(device) for i in range(len(validation))]
+        self._measure = BatchMetric(recipe.Sensitivity.metric, measured, self.model)
 
     def measure(self, formats: Mapping[str, Format]) -> list[float]:
         """The metric of every validation batch, with only these linears quantized."""
@@ -108,7 +108,8 @@ class TorchModel:
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
-        return weight_distributions(self.model, self.plan, self.names)
+        device = self.calibration[0].device
+        return weight_distributions(self.model, self.plan, self.names, device)
 
     def inputs(self) -> dict[str, Distribution]:
         """Statistics of the inputs, by the linear's name."""

@@ -25,23 +25,22 @@ arXiv:1905.03696) takes the Hessian where this takes the Fisher matrix.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lathe.compress.sensitivity.result import Accumulator, Distribution
 from lathe.model.architecture import HEAD
+from lathe.model.by_block import backward, hidden_states, on
 from lathe.model.fake_quant import round_activation
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import fake_quantize_weight
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat, QuantizationPlan
-from lathe.train.batches import EvalBatches
-from lathe.train.loss import CHUNK_ELEMENTS, linear_cross_entropy, next_token_loss
+from lathe.train.loss import CHUNK_ELEMENTS, head_loss, linear_cross_entropy
 from lathe_base.config.settings.types import Format, SensitivityMetric
 from lathe_base.errors import Code, UserError
 
@@ -51,61 +50,56 @@ class BatchMetric:
     all batches have equally many, so that the mean of means is the mean over all tokens.
 
     `kl` is the mean KL(float || model) of the next-token distributions, nats per token. It keeps
-    the final hidden states of the float model: C floats per token.
+    the final hidden states of the float model: C floats per token. Models are measured on the
+    batches' device, and may be elsewhere: see `lathe.model.by_block`.
     """
 
     def __init__(
         self,
         metric: SensitivityMetric,
-        batches: EvalBatches | Sequence[NDArray[np.int64]],
+        batches: Sequence[Tensor],
         float_model: GPT,
     ) -> None:
         self.metric, self.batches = metric, batches
+        self.inputs = [tokens[:, :-1] for tokens in batches]
         self.table = float_model.output.weight
-        self.reference: list[Tensor] = []  # a batch (B * T, C) each
-        if metric == "kl":
-            with torch.no_grad():
-                self.reference = [
-                    float_model.hidden(tokens[:, :-1]).flatten(0, 1) for tokens in self._tokens()
-                ]
+        # (B, T, C) each.
+        self.reference = hidden_states(float_model, self.inputs) if metric == "kl" else []
 
     @torch.no_grad()
     def __call__(self, model: GPT) -> list[float]:
         """Measure a model; raises UserError if a value is not finite."""
-        values = []
-        # Tokens whose logits are in memory at a time: four buffers, in float64.
-        rows = max(1, CHUNK_ELEMENTS // (8 * model.config.vocab_size))
-        for i, tokens in enumerate(self._tokens()):
-            n = tokens[:, 1:].numel()
-            if self.metric == "loss":
-                value = float(next_token_loss(model, tokens))
-            elif self.metric == "accuracy":
-                hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
-                targets = tokens[:, 1:].flatten()
-                chunks = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
-                value = sum(int((model.head(h).argmax(1) == t).sum()) for h, t in chunks) / n
-            else:
-                # In float64 from the logits on: float32 rounding of log-probabilities is an error
-                # of first order, and KL is of second order in the difference.
-                hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
-                total = 0.0
-                for h, r in zip(
-                    torch.split(hidden, rows), torch.split(self.reference[i], rows), strict=True
-                ):
-                    q = model.head(h).double().log_softmax(1)  # (rows, V)
-                    p = F.linear(r, self.table).double().log_softmax(1)
-                    total += float(F.kl_div(q, p, reduction="sum", log_target=True))
-                value = total / n
+        states = hidden_states(model, self.inputs)
+        with on(self.batches[0].device, model.output, model.head_input):
+            values = [self._measure(model, i, x) for i, x in enumerate(states)]
+        for value in values:
             if not math.isfinite(value):
                 what = f"the model's {self.metric} is {value}"
                 raise UserError(what, "use an earlier checkpoint", Code.NOT_FINITE)
-            values.append(value)
         return values
 
-    def _tokens(self) -> Iterator[Tensor]:
-        """(B, T + 1) each."""
-        for i in range(len(self.batches)):
-            yield torch.from_numpy(self.batches[i]).to(self.table.device)
+    def _measure(self, model: GPT, i: int, hidden: Tensor) -> float:
+        """The metric of batch `i`, given its final hidden states (B, T, C)."""
+        device, targets = self.batches[i].device, self.batches[i][:, 1:].flatten()
+        hidden = hidden.to(device)
+        if self.metric == "loss":
+            return float(head_loss(model, hidden, self.batches[i]))
+        # Tokens whose logits are in memory at a time: four buffers, in float64.
+        rows = max(1, CHUNK_ELEMENTS // (8 * model.config.vocab_size))
+        hidden = hidden.flatten(0, 1)
+        if self.metric == "accuracy":
+            chunks = zip(torch.split(hidden, rows), torch.split(targets, rows), strict=True)
+            right = sum(int((model.head(h).argmax(1) == t).sum()) for h, t in chunks)
+            return right / len(targets)
+        # In float64 from the logits on: float32 rounding of log-probabilities is an error of first
+        # order, and KL is of second order in the difference.
+        reference, table = self.reference[i].to(device).flatten(0, 1), self.table.to(device)
+        total = 0.0
+        for h, r in zip(torch.split(hidden, rows), torch.split(reference, rows), strict=True):
+            q = model.head(h).double().log_softmax(1)  # (rows, V)
+            p = F.linear(r, table).double().log_softmax(1)
+            total += float(F.kl_div(q, p, reduction="sum", log_target=True))
+        return total / len(targets)
 
 
 def estimate_costs(
@@ -117,7 +111,7 @@ def estimate_costs(
     """Estimated KL(float || this linear alone quantized), nats per token, by format and name.
 
     Takes one forward and backward pass per batch for all formats; weight gradients are freed as
-    soon as they are squared.
+    soon as they are squared. Computes on the batches' device, one block after the other.
 
     Args:
         model: in float; its parameters' gradients are None afterwards.
@@ -131,19 +125,17 @@ def estimate_costs(
     def add(fmt: Format, name: str, gradient: Tensor, error: Tensor) -> None:
         costs[fmt][name] += float((gradient * error).square().sum(dtype=torch.float64)) / 2
 
-    def watch_weight(name: str) -> None:
-        def consume(weight: Tensor) -> None:
-            assert weight.grad is not None
-            with torch.no_grad():
-                for fmt, plan in plans.items():
-                    quantized = fake_quantize_weight(weight, plan.linears[name].weight)
-                    add(fmt, name, weight.grad, quantized - weight)
-            weight.grad = None
-
-        weight: Any = linear_weight(model, name)
-        handles.append(weight.register_post_accumulate_grad_hook(consume))
+    def consume(name: str, weight: Tensor) -> None:
+        assert weight.grad is not None
+        with torch.no_grad():
+            for fmt, plan in plans.items():
+                quantized = fake_quantize_weight(weight, plan.linears[name].weight)
+                add(fmt, name, weight.grad, quantized - weight)
+        weight.grad = None
 
     def watch_input(name: str, x: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         values = x.detach()
 
         def consume(gradient: Tensor) -> None:
@@ -154,8 +146,9 @@ def estimate_costs(
         x.register_hook(consume)
 
     for name in names:
-        watch_weight(name)
         if name != HEAD:
+            weight: Any = linear_weight(model, name)
+            handles.append(weight.register_post_accumulate_grad_hook(partial(consume, name)))
             handles.append(
                 model.get_submodule(name).register_forward_pre_hook(
                     lambda _, args, name=name: watch_input(name, *args)
@@ -163,15 +156,22 @@ def estimate_costs(
             )
     try:
         for tokens in batches:
-            hidden, targets = model.hidden(tokens[:, :-1]), tokens[:, 1:]
-            if HEAD in names:
-                watch_input(HEAD, hidden)
-            loss: Any = linear_cross_entropy(hidden, model.output.table(), targets)
-            # Of the sum over tokens: its squared gradient grows as their number, since those of
-            # single tokens are uncorrelated.
-            (loss * targets.numel()).backward()
+            targets = tokens[:, 1:]
+
+            def loss(hidden: Tensor, targets: Tensor = targets) -> Tensor:
+                if HEAD in names:
+                    watch_input(HEAD, hidden)
+                # Of the sum over tokens: its squared gradient grows as their number, since those of
+                # single tokens are uncorrelated.
+                mean = linear_cross_entropy(hidden, model.output.table(), targets)
+                return mean * targets.numel()
+
+            with on(tokens.device, model.output):
+                backward(model, tokens[:, :-1], loss)
+                if HEAD in names:  # not by a hook: a tied table has the gradient of lookups, too
+                    consume(HEAD, linear_weight(model, HEAD))
             n_tokens += targets.numel()
-            model.zero_grad(set_to_none=True)  # those of norms and biases
+            model.zero_grad(set_to_none=True)  # those of norms and tables
     finally:
         for handle in handles:
             handle.remove()
@@ -198,12 +198,12 @@ def linear_weight(model: GPT, name: str) -> Tensor:
 
 @torch.no_grad()
 def weight_distributions(
-    model: GPT, plan: QuantizationPlan, names: Sequence[str]
+    model: GPT, plan: QuantizationPlan, names: Sequence[str], device: torch.device
 ) -> dict[str, Distribution]:
-    """Statistics of the weights (out, in) of `names`, by name."""
+    """Statistics of the weights (out, in) of `names`, by name, computed on a device."""
     distributions = {}
     for name in names:
-        weight = linear_weight(model, name)
+        weight = linear_weight(model, name).to(device)
         values = Accumulator(1)
         _add(values, weight, fake_quantize_weight(weight, plan.linears[name].weight), channel=0)
         distributions[name] = values.distribution()
@@ -234,10 +234,9 @@ def input_distributions(
         if name != HEAD
     ]
     try:
-        for tokens in batches:
-            hidden = model.hidden(tokens)
+        for hidden in hidden_states(model, batches):
             if HEAD in names:
-                watch(HEAD, hidden)
+                watch(HEAD, hidden.to(batches[0].device))
     finally:
         for handle in handles:
             handle.remove()

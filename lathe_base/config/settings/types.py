@@ -125,6 +125,7 @@ FORMATS: dict[Format, FormatFacts] = {
 ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "token", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 EvaluationRuntime = Literal["onnxruntime", "openvino"]
+Precision = Literal["float32", "tf32", "bfloat16"]
 Recompute = Literal["full", "full_attn", "core_attn"]
 """The part of a block to recompute in the backward pass: all, its attention, or the product of
 queries and keys."""
