@@ -14,6 +14,7 @@ Source: vLLM 0.32, `vllm/v1/engine/async_llm.py` and `vllm/sampling_params.py`.
 """
 
 import asyncio
+import ctypes
 import json
 import locale
 import logging
@@ -47,6 +48,7 @@ from lathe_serving.runtime.text import TextStream
 log = logging.getLogger("lathe")
 
 ASK_SECONDS = 0.01  # between two looks at which requests are cancelled or have timed out
+NUMA_LIBRARY = "libnuma.so.1"
 CACHE_SHARE = 0.5  # of a CPU's free memory, at most, for keys and values
 EXIT_SECONDS = 1.0  # for the last answers to leave, after vLLM's process has died
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # that vLLM samples with
@@ -188,7 +190,6 @@ class VLLMEngine(CheckedBackend):
         self._look = asyncio.run_coroutine_threadsafe(self._look_for_ends(), self._loop)
 
     async def _load(self, model: Path, prefix_bytes: int) -> Any:
-        import torch
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -203,15 +204,14 @@ class VLLMEngine(CheckedBackend):
         }
         on_cpu = current_platform.is_cpu()
         if on_cpu:
-            current_platform.import_kernels()  # which only warns if it cannot
-            if not hasattr(torch.ops._C, "init_cpu_memory_env"):
+            try:  # vLLM warns that it has no kernels, and fails with another error
+                ctypes.CDLL(NUMA_LIBRARY)
+            except OSError:
                 raise UserError(
-                    "vLLM's kernels for CPUs cannot be loaded: its warning above names the library "
-                    "that is missing",
-                    "install it, as with `apt-get install libnuma1`, or set "
-                    "Serving.runtime=onnxruntime",
+                    f"vLLM's kernels for CPUs need the library {NUMA_LIBRARY}",
+                    "`apt-get install libnuma1`, or set Serving.runtime=onnxruntime",
                     Code.NOT_INSTALLED,
-                )
+                ) from None
             settings |= cpu_settings(model)
         else:  # as many as the container has been given
             settings["tensor_parallel_size"] = current_platform.device_count()

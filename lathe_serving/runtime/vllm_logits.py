@@ -18,31 +18,29 @@ from lathe_base.errors import UserError
 from lathe_serving.runtime.vllm_engine import ENVIRONMENT, cpu_settings
 
 
-class HiddenStates:
-    """A base that vLLM gives its worker processes. It keeps a prompt's last hidden states, as vLLM
-    itself returns log-probabilities as Python objects, one for each position and token."""
+class LogitsRecorder:
+    """A base that vLLM gives its worker processes. It keeps the logits of a prompt, which vLLM
+    returns as Python objects only, one for each position and token of the vocabulary."""
 
     model_runner: Any
     rank: int
-    _kept: list[Any]
 
-    def keep(self) -> None:
-        """Keep the hidden states of the next prompt."""
-        self._kept = []
-        self._hook = self.model_runner.model.register_forward_hook(
-            lambda _module, _inputs, hidden: self._kept.append(hidden.clone())
-        )
+    def record(self) -> None:
+        """Keep the logits of the next prompt."""
+        self._kept: list[NDArray[np.float32]] = []
+        model = self.model_runner.model
+
+        def keep(_module: Any, _inputs: Any, hidden: Any) -> None:
+            self._kept.append(model.compute_logits(hidden).float().cpu().numpy())
+
+        self._hook = model.register_forward_hook(keep)
 
     def write_logits(self, n_tokens: int, path: str) -> None:
         """Write the logits (T, V) of that prompt as a NumPy file."""
-        import torch
-
         self._hook.remove()
-        with torch.inference_mode():
-            hidden = torch.cat(self._kept)[:n_tokens]  # a batch for a GPU may be padded
-            logits = self.model_runner.model.compute_logits(hidden)
         if self.rank == 0:
-            np.save(path, logits.float().cpu().numpy())
+            # Without what a GPU's batch was padded with.
+            np.save(path, np.concatenate(self._kept)[:n_tokens])
 
 
 class VLLM:
@@ -58,7 +56,7 @@ class VLLM:
         self._llm = vllm.LLM(
             folder,
             enable_prefix_caching=False,
-            worker_extension_cls="lathe_serving.runtime.vllm_logits.HiddenStates",
+            worker_extension_cls="lathe_serving.runtime.vllm_logits.LogitsRecorder",
             generation_config="vllm",
             max_num_seqs=1,
             **settings,
@@ -69,7 +67,7 @@ class VLLM:
     def logits(self, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """Logits (1, T, V) of tokens (1, T)."""
         ids: list[int] = tokens[0].tolist()
-        self._llm.collective_rpc("keep")
+        self._llm.collective_rpc("record")
         self._generate(ids, self._sampling(max_tokens=1, temperature=0, detokenize=False))
         with TemporaryDirectory() as scratch:
             path = f"{scratch}/logits.npy"
