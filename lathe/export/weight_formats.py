@@ -47,7 +47,7 @@ from lathe.model.integer_weights import (
     IntegerWeight,
     integer_weight,
     split,
-    weight_scales,
+    weight_rounding,
 )
 from lathe.model.quantization import ACTIVATION_LEVELS, LinearFormat
 from lathe_serving.runtime.session import ROUNDED_INPUT
@@ -97,7 +97,7 @@ def stored_matrices(model: GPT) -> Iterator[tuple[str, Tensor | IntegerWeight]]:
             continue
         scale = None
         if fmt.weight.quantize_type == "abs_max":  # one scale for all that is fused
-            scale = weight_scales(model.get_parameter(whole), fmt.weight)
+            scale = weight_rounding(fmt.weight).grid(model.get_parameter(whole)).scale
         yield name, integer_weight(matrix, fmt, scale)
 
 
