@@ -165,8 +165,8 @@ FAULTS = {
     ),
     "model": Fault(
         "lathe/model/integer_weights.py",
-        "scale = storable_scale(extreme / fmt.range[0], fmt)",
-        "scale = storable_scale(extreme / fmt.range[1], fmt)",
+        "scale = self.storable(extreme / self.fmt.range[0])",
+        "scale = self.storable(extreme / self.fmt.range[1])",
         "INT4 weights do not use their lowest level",
         "model/test_groups.py",
     ),

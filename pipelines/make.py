@@ -135,8 +135,10 @@ class Make:
     """The variables and overrides of this call of make."""
 
     def __init__(self, flags: str, environment: dict[str, str]) -> None:
-        # MAKEFLAGS is options without a dash, as in `n`, then long ones, `--`, and variables.
-        words = _split(flags)
+        # MAKEFLAGS is options without a dash, as in `n`, then long ones, `--`, and variables. In
+        # its words make escapes spaces and backslashes, and doubles dollars.
+        escaped = re.findall(r"(?:\\.|[^\\ ])+", flags)
+        words = [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in escaped]
         first = words[0] if words else ""
         self.is_dry_run = not first.startswith("-") and "=" not in first and "n" in first
         # make lists the last assignment first; overrides are variables with a dot in their name.
@@ -192,12 +194,6 @@ class Make:
         pairs = [(f"--{name.lower().replace('_', '-')}", self.get(name)) for name in names]
         renamed = [("--name" if option == "--run" else option, value) for option, value in pairs]
         return [part for option, value in renamed if value for part in (option, value)]
-
-
-def _split(flags: str) -> list[str]:
-    """The words of MAKEFLAGS, in which make escapes spaces and backslashes, and doubles dollars."""
-    words = re.findall(r"(?:\\.|[^\\ ])+", flags)
-    return [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]
 
 
 def require_known(make: Make, goals: list[str]) -> None:

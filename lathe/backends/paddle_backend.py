@@ -1,14 +1,18 @@
 """The stages in PaddlePaddle; each runs as a process in Paddle's own environment."""
 
+import functools
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from lathe.backends.paddle_process import find_python, start
 from lathe.backends.paddle_support import require_no_gpu_needed, require_supported
 from lathe.backends.torch_backend import Backend
 from lathe.compress.feasible import require_enabled
+from lathe.compress.sensitivity.result import read_analysis
+from lathe.train.result import read_result as read_training
 from lathe_base.artifacts.kinds import EVALUATION, EXPORT, PADDLE_EXPORT
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, UserError
@@ -16,12 +20,38 @@ from lathe_base.provenance.step import attested
 from lathe_base.storage import claim_output_folder
 
 if TYPE_CHECKING:
-    from lathe.compress.sensitivity.result import SensitivityResult
     from lathe.evaluate.measure_model import EvalResult, TaskOption
     from lathe.export.export import ExportResult
-    from lathe.train.result import TrainResult
 
 TRAINJOB_RUNTIME = "lathe-paddle"
+
+GROUPS = {"prune": "Prune", "quantize": "Quantization"}
+"""Stages that a recipe may disable, and their groups in it."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_paddle(stage: Callable[P, R], read: Callable[[Path], R]) -> Callable[P, R]:
+    """Run a stage in Paddle's environment, with its arguments as options of the same names.
+
+    Args:
+        stage: the method of `Backend`, whose signature the result has.
+        read: reads the result from the output folder.
+    """
+    verb, signature = stage.__name__, inspect.signature(stage)
+
+    @functools.wraps(stage)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = signature.bind(*args, **kwargs).arguments
+        recipe, model = given["recipe"], given["model"]
+        if verb in GROUPS:
+            require_enabled(GROUPS[verb], getattr(recipe.Compress, GROUPS[verb]).enable)
+        options = {n: x for n, x in given.items() if x and n not in ("self", "recipe", "model")}
+        start(verb, recipe, model, *(part for n, x in options.items() for part in (f"--{n}", x)))
+        return read(given["output"])
+
+    return run
 
 
 class PaddleBackend(Backend):
@@ -34,34 +64,11 @@ class PaddleBackend(Backend):
         return verb in ("prune", "quantize")
 
     # The stages are attested by this process; Paddle's only computes.
-    @attested("prune", "model", "data")
-    def prune(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "TrainResult":
-        """Prune with PaddleSlim."""
-        from lathe.train.result import read_result
-
-        require_enabled("Prune", recipe.Compress.Prune.enable)
-        start("prune", recipe, model, "--data", data, "--output", output)
-        return read_result(output)
-
-    @attested("quantize", "model", "data", "sensitivity")
-    def quantize(
-        self, recipe: Recipe, model: Path, data: Path, output: Path, sensitivity: Path | None = None
-    ) -> "TrainResult":
-        """Quantization-aware training with PaddleSlim."""
-        from lathe.train.result import read_result
-
-        require_enabled("Quantization", recipe.Compress.Quantization.enable)
-        skips = ["--sensitivity", sensitivity] if sensitivity else []
-        start("quantize", recipe, model, "--data", data, *skips, "--output", output)
-        return read_result(output)
-
-    @attested("analyze", "model", "data")
-    def analyze(self, recipe: Recipe, model: Path, data: Path, output: Path) -> "SensitivityResult":
-        """Rank the linears by the cost of INT8, measured with Paddle."""
-        from lathe.compress.sensitivity.result import read_analysis
-
-        start("analyze", recipe, model, "--data", data, "--output", output)
-        return read_analysis(output)
+    prune = attested("prune", "model", "data")(in_paddle(Backend.prune, read_training))
+    quantize = attested("quantize", "model", "data", "sensitivity")(
+        in_paddle(Backend.quantize, read_training)
+    )
+    analyze = attested("analyze", "model", "data")(in_paddle(Backend.analyze, read_analysis))
 
     @attested(
         "evaluate",

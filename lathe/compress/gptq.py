@@ -37,14 +37,7 @@ from lathe.model.block import Block, Half
 from lathe.model.by_block import by_halves, embed, for_each, hidden_states, on
 from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import (
-    Grid,
-    QuantizedWeight,
-    split,
-    storable_scale,
-    weight_grid,
-    weight_scales,
-)
+from lathe.model.integer_weights import Grid, QuantizedWeight, split, weight_rounding
 from lathe.model.quantization import WeightFormat
 from lathe.train.loss import CHUNK_ELEMENTS
 from lathe.train.room import pass_bytes
@@ -196,14 +189,14 @@ def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
     if factor is None:
         # With the identity nothing is made up for: rounding to nearest.
         hessian = factor = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    whole = None if fmt.group_size else weight_scales(weight, fmt).expand(len(weight), 1)
+    scales = None if fmt.group_size else weight_rounding(fmt).grid(weight).scale
     factor, products = factor.float(), hessian.to(weight.dtype)
     n_groups = -(-weight.shape[1] // (fmt.group_size or weight.shape[1]))
     n = max(1, CHUNK_ELEMENTS // max(weight.shape[1], n_groups**2))
     for start in range(0, len(weight), n):  # output channels do not depend on each other
         rows = weight[start : start + n]
-        if whole is not None:
-            grid = Grid(whole[start : start + n].expand_as(rows))
+        if scales is not None:
+            grid = Grid(scales.expand_as(weight)[start : start + n])
             rows.copy_(_rounded_rows(rows, fmt, grid, order, factor))
             continue
         grid = _group_grid(rows, fmt, products.diagonal())
@@ -283,12 +276,13 @@ def _group_grid(weight: Tensor, fmt: WeightFormat, importance: Tensor) -> Grid:
     least rounding error, in which input i counts `importance[i]` times."""
     low, high = fmt.range
     groups, counts = split(weight, fmt.group_size), split(importance, fmt.group_size)
-    nearest, zero = weight_grid(weight, fmt)
+    kind = weight_rounding(fmt)
+    nearest, zero = kind.grid(weight)
     best, best_error = nearest, torch.full_like(nearest, torch.inf)
     for ratio in SCALES:
         if fmt.zero_points and ratio > 1:
             continue  # the extremes would be rounded to other integers, from which it is computed
-        scale = storable_scale(nearest * ratio, fmt)
+        scale = kind.storable(nearest * ratio)
         rounded = (groups / scale).round_().add_(zero).clamp_(low, high).sub_(zero).mul_(scale)
         error = ((rounded - groups).square_() * counts).sum(-1, keepdim=True)
         better = error < best_error
@@ -320,7 +314,7 @@ def _fitted_scales(
     diagonal = products.diagonal(dim1=1, dim2=2)
     diagonal += torch.where(diagonal == 0, torch.ones_like(diagonal), RIDGE * diagonal)
     solution, _ = torch.linalg.solve_ex(products, targets)
-    solution = storable_scale(solution, fmt)
+    solution = weight_rounding(fmt).storable(solution)
     is_near = (solution / present - 1).abs() < MAX_CHANGE  # not so if it is NaN
     fitted = torch.where(is_near, solution, present)
     return _columns(fitted[..., None].expand(-1, -1, size), weight), integers
@@ -377,7 +371,7 @@ class _Latent(QuantizedWeight):
     def __init__(self, linear: FakeQuantLinear, before: Tensor) -> None:
         super().__init__(linear.quantized.fmt)
         self.low, self.high = self.fmt.range
-        self.scale, self.zero = weight_grid(linear.weight, self.fmt)
+        self.scale, self.zero = weight_rounding(self.fmt).grid(linear.weight)
         groups = split(linear.weight, self.fmt.group_size)
         rounded = (groups / self.scale).round() + self.zero
         # From one entry of every group, which keeps the lowest integer, the scale is computed
@@ -410,7 +404,7 @@ class _Latent(QuantizedWeight):
     @torch.no_grad()
     def freeze(self) -> None:
         """Round the scales to those that files can store."""
-        scale = storable_scale(self.scale * (1 + self.change), self.fmt)
+        scale = weight_rounding(self.fmt).storable(self.scale * (1 + self.change))
         self.scale, self.change = scale, nn.Parameter(torch.zeros_like(scale))
 
 

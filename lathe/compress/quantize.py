@@ -26,7 +26,7 @@ from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
 from lathe.model.folder import open_folder
 from lathe.model.generate import generate
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import exceeds_scales
+from lathe.model.integer_weights import weight_rounding
 from lathe.model.quantization import QuantizationPlan
 from lathe.train.batches import calibration_batches, open_data
 from lathe.train.distill import teacher_folder
@@ -187,14 +187,14 @@ def insert_fake_quantization(
 def _warn_of_large_weights(model: GPT) -> None:
     """Name the linears and tables with a group whose scale exceeds float16."""
     for name, module in model.named_modules():
-        if isinstance(module, FakeQuantLinear | FakeQuantEmbedding):
-            fmt = module.quantized.fmt
-            if fmt.group_size and exceeds_scales(module.weight, fmt):
-                log.warning(
-                    "%s: the scale of a group exceeds float16, whose largest value replaces it; "
-                    "Compress.Quantization.skip_tensor_map can keep this linear in float",
-                    name,
-                )
+        if not isinstance(module, FakeQuantLinear | FakeQuantEmbedding):
+            continue
+        if weight_rounding(module.quantized.fmt).exceeds_scales(module.weight):
+            log.warning(
+                "%s: the scale of a group exceeds float16, whose largest value replaces it; "
+                "Compress.Quantization.skip_tensor_map can keep this linear in float",
+                name,
+            )
 
 
 def write_scales(model: GPT, plan: QuantizationPlan) -> None:

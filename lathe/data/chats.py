@@ -218,7 +218,7 @@ def conversation(row: Any, where: str) -> tuple[list[dict[str, Any]], list[dict[
     """
     from pydantic import ValidationError
 
-    from lathe_serving.gateway.messages import Message
+    from lathe_serving.gateway.template import Message
 
     key = next((key for key in KEYS if isinstance(row, Mapping) and row.get(key) is not None), None)
     if key is None:

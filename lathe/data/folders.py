@@ -57,7 +57,11 @@ def names_below(folder: Path) -> list[str]:
     """The relative names of all files; those in hidden folders are left out, but for Hudi's, which
     tells what the folder is."""
     names_below: list[str] = []
-    for parent, folders, names in os.walk(folder, onerror=_raise):
+
+    def fail(error: OSError) -> NoReturn:  # `os.walk` would skip the folder
+        raise explain_os_error(error)
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".") or name == HUDI]
         names_below += [Path(parent, name).relative_to(folder).as_posix() for name in names]
         for link in (p for p in (Path(parent, name) for name in folders) if p.is_symlink()):
@@ -132,10 +136,6 @@ def require_no_lake(path: PurePosixPath, where: str) -> None:
 def _is_hidden(name: str) -> bool:
     """As Spark and Hive decide: `_day=1` is the folder of a partition."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise explain_os_error(error)
 
 
 def chosen(located: Located, names: Sequence[str], data: Sequence[str], card: str) -> Sequence[str]:

@@ -95,7 +95,13 @@ def join(recipe: Recipe, folders: Sequence[Path], output: Path) -> PreparedData:
     chats = Chats(shards[0].folder, tokenizer) if recipe.Prepare.chat else None
     with atomic_folder(output, DATA) as work:
         # The text decides whether `output` is complete already, so it comes before the tokens.
-        spool = Spool(work.with_name("documents"), _lines(shards), f"read {len(shards)} shards")
+        texts = {shard.folder: read_lines(shard.folder / TEXT) for shard in shards}
+        lines = (
+            line
+            for _, count, shard in _in_order(shards)
+            for line in islice(texts[shard.folder], count)
+        )
+        spool = Spool(work.with_name("documents"), lines, f"read {len(shards)} shards")
         if spool.documents != documents:
             counted = f"{spool.documents:,} documents, not {documents:,} as counted"
             raise UserError(f"{len(shards)} shards: {counted}", HINT, Code.MISMATCH)
@@ -193,12 +199,6 @@ def _in_order(shards: Sequence[_Opened]) -> Iterator[tuple[int, int, _Opened]]:
     merged = heapq.merge(*map(blocks, shards), key=lambda block: block[:2])
     for _, _, first, documents, shard in merged:
         yield first, documents, shard
-
-
-def _lines(shards: Sequence[_Opened]) -> Iterator[bytes]:
-    texts = {shard.folder: read_lines(shard.folder / TEXT) for shard in shards}
-    for _, documents, shard in _in_order(shards):
-        yield from islice(texts[shard.folder], documents)
 
 
 def _tokens(shards: Sequence[_Opened]) -> Batches:

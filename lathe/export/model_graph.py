@@ -39,8 +39,8 @@ import numpy as np
 from onnx import TensorProto
 
 from lathe.export.graph import Graph, LayerHeads, PaddedHead, Weight, attention_node, padded_head
-from lathe.export.weight_formats import embedding, head, linear, positions
-from lathe.model.architecture import Rope
+from lathe.export.weight_formats import linear, positions, stored_weights
+from lathe.model.architecture import HEAD, Rope
 from lathe.model.block import frequencies
 from lathe.model.config import GPTConfig
 from lathe.model.quantization import QuantizationPlan
@@ -76,7 +76,7 @@ def build(
     if family.norm == "rms_norm":
         opset = max(opset, RMS_OPSET)
     g = Graph(weights, quantization, config)
-    x = embedding(g, "input_ids")
+    x = stored_weights(g, HEAD).embedding(g, "input_ids")
     if config.embedding_scale != 1:
         scale = np.array(config.embedding_scale, g.weights_type)
         x = g.op("Mul", x, g.constant("embedding_scale", scale))
@@ -97,7 +97,7 @@ def build(
         inner = linear(g, f"{layer}.{column.name}", norm(g, layer, second, read))
         out = linear(g, f"{layer}.{row.name}", activated(g, inner))
         x = g.op("Add", between, norm(g, layer, behind_second, out))
-    head(g, norm(g, "", family.final_norm, x))
+    stored_weights(g, HEAD).head(g, norm(g, "", family.final_norm, x))
     # Nodes only: `save` appends the initializers one by one.
     g.model = g.without_weights(config, opset)
     return g

@@ -232,7 +232,13 @@ class Attention(nn.Module):
         """The heads' outputs (B, H, T, D) of queries (B, H, T, D), keys and values (B, G, S, D)."""
         dropout = self.dropout if self.training else 0.0
         if isinstance(mask, tuple):
-            if prefix is None and not dropout and self._has_varlen(v):
+            # FlashAttention computes documents of any lengths in half precision, from Ampere on.
+            has_varlen = (
+                v.is_cuda
+                and v.dtype in (torch.float16, torch.bfloat16)
+                and torch.cuda.get_device_capability(v.device) >= (8, 0)
+            )
+            if prefix is None and not dropout and has_varlen:
                 return self._varlen(q, k, v, mask)
             # Elsewhere a kernel for each document: it takes no mask, and no time for what a mask
             # would hide. The rows' documents stand one after the other, in the order of `mask`.
@@ -259,15 +265,6 @@ class Attention(nn.Module):
             is_causal=mask is None and new > 1,
             scale=self.scale,
             enable_gqa=self.per_group > 1,
-        )
-
-    def _has_varlen(self, v: Tensor) -> bool:
-        """Whether FlashAttention for documents of any lengths can compute with values `v`: in half
-        precision, from Ampere on."""
-        return (
-            v.is_cuda
-            and v.dtype in (torch.float16, torch.bfloat16)
-            and torch.cuda.get_device_capability(v.device) >= (8, 0)
         )
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]) -> Tensor:

@@ -1,17 +1,7 @@
 """Quantized weights: how a weight becomes integers and scales, and what value they stand for.
 
-With one scale for a row or for the whole weight, integers are symmetric, and the scale is the
-largest magnitude divided by the largest integer.
-
-With one scale for a group of consecutive inputs, weights are those of onnxruntime's `MatMulNBits`:
-4-bit integers, from -8 to 7, or 8-bit ones, from -128 to 127, times a float16 scale. The scale is
-the entry of largest magnitude divided by the lowest integer, so that all integers are used
-(llama.cpp's Q4_0). Training thus computes with the values of a GGUF or compressed-tensors file. If
-the number of inputs is not a multiple of the group size, the last group is padded with zeros.
-
-With zero points, a weight is (integer - zero point) * scale, and a group's lowest and highest entry
-have the integers -8 and 7. llama.cpp's Q4_1 stores the lowest value in float16, not the zero point:
-scales have `SCALE_BITS` significant bits, so that their product with a zero point is exact there.
+`weight_rounding` chooses one of the classes here for a format. Training computes with what its
+`fake_quantize` returns, and files store what its `pack` returns: the same integers.
 
 Shapes: O outputs of a linear, I its inputs, G groups of a row.
 """
@@ -85,6 +75,134 @@ class IntegerWeight:
         return of_groups.repeat_interleave(per_group, 1)[:, :count]
 
 
+class RowRounding:
+    """Symmetric integers with one scale for a row, or for the whole weight: its largest magnitude
+    divided by the largest integer."""
+
+    def __init__(self, fmt: WeightFormat) -> None:
+        self.fmt = fmt
+
+    def grid(self, weight: Tensor) -> Grid:
+        """Scales and zero points of a weight (O, I): (1, 1) for the whole, (O, 1) for rows, or (O,
+        G, 1) for groups."""
+        dims = (1,) if self.fmt.quantize_type == "channel_wise_abs_max" else (0, 1)
+        absmax = weight.detach().abs().amax(dims, keepdim=True)
+        # A row of zeros is zeros with any scale; 1 is not divided by zero.
+        return Grid(torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / self.fmt.levels)
+
+    def storable(self, scale: Tensor) -> Tensor:
+        """The nearest scales that files can store, in `scale`'s type."""
+        return scale
+
+    def exceeds_scales(self, weight: Tensor) -> bool:
+        """Test whether an entry exceeds the lowest integer times the largest scale."""
+        return False
+
+    def round(self, weight: Tensor, grid: Grid) -> Tensor:
+        """Integers, in float, of a weight (O, I); with groups, (O, G, size)."""
+        return (weight / grid.scale).round_().add_(grid.zero_point).clamp_(*self.fmt.range)
+
+    def fake_quantize(self, weight: Tensor) -> Tensor:
+        """Round a weight (O, I) and back, with straight-through gradients (Bengio et al. 2013)."""
+        return round_to_levels(weight, self.grid(weight).scale, *self.fmt.range)
+
+    def pack(self, weight: Tensor, grid: Grid, fmt: LinearFormat) -> IntegerWeight:
+        """A weight (O, I) as files store it; `fmt` is that of its linear."""
+        integers = self.round(weight, grid).to(torch.int8)
+        return IntegerWeight(fmt, integers, grid.scale.expand(len(weight), 1).contiguous())
+
+
+class GroupRounding(RowRounding):
+    """Integers with one scale for a group of consecutive inputs, as in onnxruntime's `MatMulNBits`:
+    4-bit ones, from -8 to 7, or 8-bit ones, from -128 to 127, times a float16 scale.
+
+    The scale is the entry of largest magnitude divided by the lowest integer, so that all integers
+    are used (llama.cpp's Q4_0). Training thus computes with the values of a GGUF or
+    compressed-tensors file. If the number of inputs is not a multiple of the group size, the last
+    group is padded with zeros.
+    """
+
+    @property
+    def max_scale(self) -> float:
+        """The largest scale that files can store."""
+        return float(MAX_SCALE)
+
+    def grid(self, weight: Tensor) -> Grid:
+        groups = split(weight.detach(), self.fmt.group_size)
+        # With its sign: a positive extreme has a negative scale, as only -8 has no counterpart.
+        extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        scale = self.storable(extreme / self.fmt.range[0])
+        return Grid(torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale))
+
+    def storable(self, scale: Tensor) -> Tensor:
+        return scale.clamp(-MAX_SCALE, MAX_SCALE).half().to(scale.dtype)
+
+    def exceeds_scales(self, weight: Tensor) -> bool:
+        return float(weight.detach().abs().max()) > -self.fmt.range[0] * self.max_scale
+
+    def round(self, weight: Tensor, grid: Grid) -> Tensor:
+        return super().round(split(weight, self.fmt.group_size), grid)
+
+    def fake_quantize(self, weight: Tensor) -> Tensor:
+        y: Tensor = _RoundGroups.apply(weight, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def pack(self, weight: Tensor, grid: Grid, fmt: LinearFormat) -> IntegerWeight:
+        # Without the last group's padding.
+        integers = self.round(weight, grid).to(torch.int8).flatten(1)[:, : weight.shape[1]]
+        zeros = grid.zero_point
+        zero_points = zeros.squeeze(-1).to(torch.int8) if isinstance(zeros, Tensor) else None
+        return IntegerWeight(fmt, integers, grid.scale.squeeze(-1), zero_points)
+
+
+class ZeroPointRounding(GroupRounding):
+    """Groups of 4-bit weights (integer - zero point) * scale: the lowest and the highest entry of a
+    group have the integers -8 and 7.
+
+    llama.cpp's Q4_1 stores the lowest value in float16, not the zero point: scales have
+    `SCALE_BITS` significant bits, so that their product with a zero point is exact there.
+    """
+
+    @property
+    def max_scale(self) -> float:
+        """See `GroupRounding`; a zero point times it is in float16 too."""
+        return float(MAX_SCALE / 2**self.fmt.bits)
+
+    def grid(self, weight: Tensor) -> Grid:
+        low, high = self.fmt.range
+        groups = split(weight.detach(), self.fmt.group_size).float()
+        # A group without negative entries begins at zero; one without positive ones ends there.
+        lowest, highest = groups.aminmax(dim=-1, keepdim=True)
+        lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
+        extent = highest - lowest
+        scale = self.storable(extent / (high - low))
+        # The next lower one where it was rounded up: with it the extremes have -8 and 7.
+        lower = self.storable(scale * (1 - 2**-SCALE_BITS))
+        scale = torch.where(scale * (high - low) > extent, lower, scale)
+        scale = torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale)
+        # Rounded with the scale that is stored, so that files and training have the same integers.
+        zero_point = (low - lowest / scale).round_().clamp_(low, high)
+        return Grid(scale.to(weight.dtype), zero_point.to(weight.dtype))
+
+    def storable(self, scale: Tensor) -> Tensor:
+        # Of positive floats, rounding the bits to nearest rounds the number.
+        bits = scale.float().clamp(max=self.max_scale).view(torch.int32)
+        kept = ((bits + (1 << (_DROPPED - 1))) >> _DROPPED) << _DROPPED
+        return kept.view(torch.float32).half().to(scale.dtype)
+
+
+def weight_rounding(fmt: WeightFormat) -> RowRounding:
+    """How weights of a format are rounded."""
+    if not fmt.group_size:
+        return RowRounding(fmt)
+    return ZeroPointRounding(fmt) if fmt.zero_points else GroupRounding(fmt)
+
+
+def fake_quantize_weight(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
+    """Round a weight (O, I) to its format and back; see `RowRounding.fake_quantize`."""
+    return weight_rounding(fmt).fake_quantize(weight)
+
+
 @torch.no_grad()
 def integer_weight(weight: Tensor, fmt: LinearFormat, scale: Tensor | None = None) -> IntegerWeight:
     """Round a weight (O, I) to integers: those of training, of the ONNX graph and of all files.
@@ -92,74 +210,8 @@ def integer_weight(weight: Tensor, fmt: LinearFormat, scale: Tensor | None = Non
     Args:
         scale: scale of the whole weight, if `weight` is only a part of it.
     """
-    grid = weight_grid(weight, fmt.weight) if scale is None else Grid(scale)
-    integers = _rounded(weight, fmt.weight, grid).to(torch.int8)
-    if not fmt.weight.group_size:
-        return IntegerWeight(fmt, integers, grid.scale.expand(len(weight), 1).contiguous())
-    zeros = grid.zero_point
-    zero_points = zeros.squeeze(-1).to(torch.int8) if isinstance(zeros, Tensor) else None
-    integers = integers.flatten(1)[:, : weight.shape[1]]  # without the last group's padding
-    return IntegerWeight(fmt, integers, grid.scale.squeeze(-1), zero_points)
-
-
-def fake_quantize_weight(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
-    """Round a weight (O, I) to its format and back, with straight-through gradients (Bengio et al.
-    2013)."""
-    if fmt.group_size:
-        y: Tensor = _RoundGroups.apply(weight, fmt)  # type: ignore[no-untyped-call]
-        return y
-    return round_to_levels(weight, weight_scales(weight, fmt), *fmt.range)
-
-
-def weight_scales(weight: Tensor, fmt: WeightFormat = INT8) -> Tensor:
-    """Scales of a weight (O, I) without zero points: (1, 1) for the whole, (O, 1) for rows, or (O,
-    G, 1) for groups."""
-    weight = weight.detach()
-    if not fmt.group_size:
-        dims = (1,) if fmt.quantize_type == "channel_wise_abs_max" else (0, 1)
-        absmax = weight.abs().amax(dims, keepdim=True)
-        # A row of zeros is zeros with any scale; 1 is not divided by zero.
-        return torch.where(absmax > 0, absmax, torch.ones_like(absmax)) / fmt.levels
-    groups = split(weight, fmt.group_size)
-    # With its sign: a positive extreme has a negative scale, because only -8 has no counterpart.
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    scale = storable_scale(extreme / fmt.range[0], fmt)
-    return torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale)
-
-
-def weight_grid(weight: Tensor, fmt: WeightFormat) -> Grid:
-    """Scales and zero points of a weight (O, I), in the shape of `weight_scales`."""
-    if not fmt.zero_points:
-        return Grid(weight_scales(weight, fmt))
-    low, high = fmt.range
-    # A group without negative entries begins at zero, and one without positive entries ends there.
-    lowest, highest = split(weight.detach(), fmt.group_size).float().aminmax(dim=-1, keepdim=True)
-    lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
-    extent = highest - lowest
-    scale = storable_scale(extent / (high - low), fmt)
-    # The next lower one where it was rounded up: with it the extremes have the integers -8 and 7.
-    lower = storable_scale(scale * (1 - 2**-SCALE_BITS), fmt)
-    scale = torch.where(scale * (high - low) > extent, lower, scale)
-    scale = torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale)
-    # Rounded with the scale that is stored, so that files and training have the same integers.
-    zero_point = (low - lowest / scale).round_().clamp_(low, high)
-    return Grid(scale.to(weight.dtype), zero_point.to(weight.dtype))
-
-
-def storable_scale(scale: Tensor, fmt: WeightFormat) -> Tensor:
-    """The nearest scale of a group that files can store, in `scale`'s type."""
-    if not fmt.zero_points:
-        return scale.clamp(-MAX_SCALE, MAX_SCALE).half().to(scale.dtype)
-    # Of positive floats, rounding the bits to nearest rounds the number.
-    bits = scale.float().clamp(max=MAX_SCALE / 2**fmt.bits).view(torch.int32)
-    kept = ((bits + (1 << (_DROPPED - 1))) >> _DROPPED) << _DROPPED
-    return kept.view(torch.float32).half().to(scale.dtype)
-
-
-def exceeds_scales(weight: Tensor, fmt: WeightFormat) -> bool:
-    """Test whether an entry exceeds the lowest integer times the largest scale."""
-    largest = MAX_SCALE / (2**fmt.bits if fmt.zero_points else 1)
-    return float(weight.detach().abs().max()) > -fmt.range[0] * largest
+    kind = weight_rounding(fmt.weight)
+    return kind.pack(weight, kind.grid(weight) if scale is None else Grid(scale), fmt)
 
 
 def split(x: Tensor, size: int) -> Tensor:
@@ -174,17 +226,11 @@ def round_to_levels(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
     return y
 
 
-def _rounded(weight: Tensor, fmt: WeightFormat, grid: Grid) -> Tensor:
-    """Integers, in float, of a weight (O, I); with groups, (O, G, size)."""
-    entries = split(weight, fmt.group_size) if fmt.group_size else weight
-    return (entries / grid.scale).round_().add_(grid.zero_point).clamp_(*fmt.range)
-
-
 class _RoundGroups(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, fmt: WeightFormat) -> Tensor:
-        grid = weight_grid(weight, fmt)
-        values = _rounded(weight, fmt, grid).sub_(grid.zero_point).mul_(grid.scale)
+    def forward(ctx: Any, weight: Tensor, kind: GroupRounding) -> Tensor:
+        grid = kind.grid(weight)
+        values = kind.round(weight, grid).sub_(grid.zero_point).mul_(grid.scale)
         return values.flatten(-2)[:, : weight.shape[1]]
 
     @staticmethod

@@ -204,7 +204,11 @@ def _rank_memory(
     passed = layers / layout.virtual_pp  # layers that a micro-batch goes through at a time
     kept = in_flight * passed * block.kept
     kept += FLOAT * n * C if is_last else 0  # the last norm's input
-    fixed = _pipeline_buffers(rank, stream * n * C, layout)
+    # torch receives every micro-batch of a step, and every gradient, into a separate buffer; the
+    # interleaved schedule also holds what it sends until the end of the step.
+    stages = layout.pp * layout.virtual_pp
+    links = sum((i > 0) + (i < stages - 1) for i in range(rank, stages, layout.pp))
+    fixed = links * stream * n * C * layout.accumulate_steps * (2 if layout.virtual_pp > 1 else 1)
     backward = block.again + block.gradients
 
     def moment(weights: float, gradients: float, activations: float, temporary: float) -> Memory:
@@ -345,15 +349,6 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
     if half:
         n_chunk = chunk_rows(N, V, NARROW_BLOCKS * CHUNK_ELEMENTS)
     return (FLOAT * rows + half * n_chunk) * V + narrow * n_chunk * C + hidden + table
-
-
-def _pipeline_buffers(rank: int, hidden: float, layout: Layout) -> float:
-    """torch receives every micro-batch of a step, and every gradient, into a separate buffer; the
-    interleaved schedule also holds what it sends until the end of the step."""
-    stages = layout.pp * layout.virtual_pp
-    local_stages = range(rank, stages, layout.pp)
-    links = sum((index > 0) + (index < stages - 1) for index in local_stages)
-    return links * hidden * layout.accumulate_steps * (2 if layout.virtual_pp > 1 else 1)
 
 
 def _tokens(recipe: Recipe, layout: Layout) -> tuple[int, float]:

@@ -9,7 +9,7 @@ A chat request, for example, passes these, from top to bottom:
    (`connections.read_body`), and its count among those in flight (`Admission.track`).
 4. `chat.read_chat`: `ChatRequest` parses the body, and `begin_chat` makes of it
    the grammar of its tools (`tools.ToolSchemas`, `tools.tool_grammar`) and
-   the token ids of its prompt (`renderer.Renderer`, whose processes run `template`).
+   the token ids of its prompt (`template.Renderer`, whose processes run `template.ChatTokenizer`).
 5. `chat.Chat`, a `generation.Generation`: waits for slots (`admission.Slots.hold`), and sends the
    prompt to Triton (`triton.Triton.generate`, within `triton.CrashQuarantine.watch`).
 6. Its chunks come back on the same stream. `tools.CallReader` finds calls in them, `Chat.stream`
@@ -21,6 +21,6 @@ have `generation.Completion` in its place, and `/v1/responses` has `responses.Re
 Requests to `/v2` share steps 1 to 3, and `kserve` forwards them to Triton's own HTTP server. Errors
 of all steps are `errors.ApiError` in the end. A module imports only from those later in this list:
 
-    __main__, app, {responses, kserve}, chat, generation, {tools, messages},
-    {renderer, connections, telemetry}, admission, triton, errors; template by itself
+    __main__, app, {responses, kserve}, chat, generation, tools,
+    {template, connections, telemetry}, admission, triton, errors
 """

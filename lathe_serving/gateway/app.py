@@ -37,9 +37,9 @@ from lathe_serving.gateway.connections import FILLER, read_body, until_disconnec
 from lathe_serving.gateway.errors import ApiError, Json, as_api_error
 from lathe_serving.gateway.generation import Id, RequestBody, ServedModel, read_completion
 from lathe_serving.gateway.kserve import KServe
-from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.responses import read_responses
 from lathe_serving.gateway.telemetry import REQUEST_ID, Call, GatewayMetrics, Report, Tracing
+from lathe_serving.gateway.template import Renderer
 from lathe_serving.gateway.tools import ToolSchemas
 from lathe_serving.gateway.triton import CrashQuarantine, Model, Triton, models_by_name
 from lathe_serving.reach import is_this_machine

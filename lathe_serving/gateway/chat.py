@@ -32,8 +32,8 @@ from lathe_serving.gateway.generation import (
     by_type,
     event,
 )
-from lathe_serving.gateway.messages import Message, Strict
 from lathe_serving.gateway.telemetry import Call
+from lathe_serving.gateway.template import Message, Strict
 from lathe_serving.gateway.tools import (
     CallReader,
     call_format_for,

@@ -6,13 +6,15 @@ KServe's. `as_api_error` turns everything else into one.
 
 import logging
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from starlette.responses import JSONResponse
 
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.parameters import FIELDS
+
+if TYPE_CHECKING:
+    from starlette.responses import JSONResponse
 
 log = logging.getLogger("lathe")
 
@@ -75,12 +77,15 @@ class ApiError(Exception):
             }
         }
 
-    def response(self, body: dict[str, object] | None = None) -> JSONResponse:
+    def response(self, body: dict[str, object] | None = None) -> "JSONResponse":
         """The complete response.
 
         Args:
             body: for APIs other than OpenAI's.
         """
+        # Here, because `template` is also imported where no server is installed.
+        from starlette.responses import JSONResponse
+
         headers = {"Retry-After": str(self._retry_after)} if self.status in (429, 503) else {}
         if self.code == ENDING:
             # A kept-alive connection would bring the client's next request to this gateway again.

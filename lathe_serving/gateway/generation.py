@@ -48,9 +48,8 @@ from lathe_serving.client.transport import Parameter
 from lathe_serving.gateway.admission import Slots
 from lathe_serving.gateway.connections import MAX_UNREAD_CHUNKS
 from lathe_serving.gateway.errors import ApiError, Json, api_code
-from lathe_serving.gateway.messages import Strict
-from lathe_serving.gateway.renderer import Renderer
 from lathe_serving.gateway.telemetry import Call
+from lathe_serving.gateway.template import Renderer, Strict
 from lathe_serving.gateway.tools import ToolSchemas
 from lathe_serving.gateway.triton import Model, Triton
 from lathe_serving.runtime.protocol import Chunk

@@ -35,8 +35,8 @@ from lathe_serving.gateway.generation import (
     Tokens,
     by_type,
 )
-from lathe_serving.gateway.messages import Part, Strict, joined
 from lathe_serving.gateway.telemetry import Call
+from lathe_serving.gateway.template import Part, Strict, joined
 
 LOGPROBS = "message.output_text.logprobs"
 UNSUPPORTED = {

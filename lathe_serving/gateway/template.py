@@ -1,28 +1,53 @@
-"""Chat templates: Hugging Face's Jinja dialect in a sandbox, and tokenization of the result.
+"""How the messages of a conversation become the token ids of a prompt.
+
+From top to bottom: the messages, in OpenAI's form; the chat template that renders them, in Hugging
+Face's dialect of Jinja, and the tokenizer; and the processes in which the gateway runs both.
 
 Messages may contain the text of a special token, such as `<|im_end|>`. It is treated as plain text:
 only special tokens from the template itself count.
 
-`python -m lathe_serving.gateway.template EXPORT CPU_SECONDS NICENESS` is a process of `Renderer`:
-it reads a task and its arguments as one JSON object per line, and answers each with another.
+A template comes with a checkpoint, so it may be untrusted: it may never end, or allocate all
+memory. In a separate process it does not block other requests, has no access to keys or environment
+variables, and is killed after CPU_SECONDS. That process is
+`python -m lathe_serving.gateway.template EXPORT CPU_SECONDS NICENESS`: it reads a task and its
+arguments as one JSON object per line, and answers each with another.
+
+Long texts take long to tokenize. They have processes of their own, as have `/tokenize` and
+`/detokenize`, so that the messages of a usual chat never wait for either. These run with a lower
+priority than the model.
+
+Training and evaluation render messages too, with this module and without the server's packages.
 """
 
+import asyncio
 import json
 import os
 import re
+import select
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from tokenizers import Tokenizer
 
+from lathe_serving.gateway.errors import ApiError
 from lathe_serving.runtime.grammar_compiler import limit_memory
 from lathe_serving.runtime.text import (
     TokenBytes,
@@ -46,6 +71,112 @@ BEGIN, END = "\ufdd1", "\ufdd2"
 
 OURS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 """Template variables that a request may not set."""
+
+CPU_SECONDS = 5.0  # of one task, whatever else the machine does
+WALL_SECONDS = 60.0
+LONG = 32 * 1024  # bytes of a task
+NICENESS = 10
+MAX_WAITING = 64  # tasks, for each kind of process
+
+T = TypeVar("T")
+
+
+class Strict(BaseModel):
+    """A part of a request: a text is not taken for a number, nor 1 for true."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Part(Strict):
+    """A text in a message's content; a model's refusal has a field of its own for it."""
+
+    type: str
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, value: Any) -> Any:
+        is_refusal = isinstance(value, dict) and value.get("type") == "refusal"
+        return {**value, "text": value.get("refusal")} if is_refusal else value
+
+
+class MessagePart(Part):
+    """A part of a message of `/v1/chat/completions`."""
+
+    type: Literal["text", "refusal"]
+
+
+def joined(part: type[Part]) -> BeforeValidator:
+    """A validator that joins a content's parts; null becomes an empty text."""
+    parts: TypeAdapter[list[Part]] = TypeAdapter(list[part])  # type: ignore[valid-type]
+
+    def join(value: Any) -> Any:
+        if isinstance(value, list):
+            return "".join(one.text for one in parts.validate_python(value))
+        return "" if value is None else value
+
+    return BeforeValidator(join)
+
+
+class CalledFunction(Strict):
+    """A called function. The template gets the arguments as an object, or as they are if they are
+    none: a call may have been cut, or come from another model."""
+
+    name: str
+    arguments: Any = {}
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _parsed(cls, value: Any) -> Any:
+        if value in (None, ""):
+            return {}
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            return value
+        return parsed if isinstance(parsed, dict) else value
+
+
+class ToolCall(BaseModel):
+    """A tool call in an earlier message."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """A message of a conversation; other fields are for the template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Annotated[str, joined(MessagePart)] = ""
+    tool_calls: list[ToolCall] = []
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _calls(cls, value: Any) -> Any:
+        return [] if value is None else value
+
+    @field_validator("role", mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        return "system" if value == "developer" else value  # OpenAI's new name for it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refused(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("content") is None and value.get("refusal"):
+            return {**value, "content": value["refusal"]}
+        return value
+
+    def of_template(self) -> dict[str, Any]:
+        """The message for the template: only fields that are set, because some templates test for
+        the presence of a name."""
+        message = self.model_dump(exclude=None if self.tool_calls else {"tool_calls"})
+        return {name: value for name, value in message.items() if value is not None}
 
 
 class PromptError(Exception):
@@ -96,7 +227,11 @@ class ChatTemplate:
         environment.filters["tojson"] = lambda value, **more: json.dumps(
             value, ensure_ascii=False, **more
         )
-        environment.globals["raise_exception"] = _refuse
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
         try:
             self._template = environment.from_string(source)
@@ -227,10 +362,6 @@ class ChatTokenizer:
             self._tokenizer.encode_special_tokens = False
 
 
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
 def main(folder: Path, cpu_seconds: float, niceness: int) -> None:
     """Process tasks until the end of standard input.
 
@@ -294,6 +425,184 @@ def main(folder: Path, cpu_seconds: float, niceness: int) -> None:
         text = json.dumps(reply)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(text, flush=True)
+
+
+class Turns:
+    """Runs functions in threads, at most `count` at a time; MAX_WAITING more may wait."""
+
+    def __init__(self, count: int) -> None:
+        self._free, self._threads = asyncio.Semaphore(count), ThreadPoolExecutor(count)
+        self._waiting = 0
+
+    async def run(self, what: str, function: Callable[[], T]) -> T:
+        """The result of a function.
+
+        Args:
+            what: that requests wait for, for errors.
+
+        Raises:
+            ApiError: MAX_WAITING of them wait already.
+        """
+        if self._waiting >= MAX_WAITING:
+            error = f"{MAX_WAITING} requests are waiting for {what}"
+            raise ApiError(503, error, code="overloaded")
+        self._waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._waiting -= 1
+        # A thread cannot be cancelled: when the client leaves, its work is completed.
+        work = asyncio.get_running_loop().run_in_executor(self._threads, function)
+        work.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(work)
+
+    def close(self) -> None:
+        """Wait for the work in progress."""
+        self._threads.shutdown()
+
+
+class Renderer:
+    """The processes of one model; they start when they are needed.
+
+    Args:
+        folder: the model's export, with `config.json` and `tokenizer.json`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._chats = TemplateProcesses(folder, 2, 0)
+        self._long_chats = TemplateProcesses(folder, 1, NICENESS)
+        self._texts = TemplateProcesses(folder, 1, NICENESS)
+
+    async def ids(self, request: Mapping[str, Any]) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            request: `messages`, and the options of `ChatTemplate.render`.
+
+        Raises:
+            ApiError: the template rejects the messages, is invalid, or takes too long; the prompt
+                is too long; or too many requests wait.
+        """
+        task = _line({"chat": request})
+        processes = self._chats if len(task) <= LONG else self._long_chats
+        ids: list[int] = await processes.do(task, "the model's chat template", "messages")
+        return ids
+
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special_tokens: prepend the tokens that precede every text.
+
+        Raises:
+            ApiError: it is too long, or too many requests wait.
+        """
+        task = _line({"text": text, "add_special_tokens": add_special_tokens})
+        ids: list[int] = await self._texts.do(task, "the tokenizer", "prompt")
+        return ids
+
+    async def names(self, ids: list[int]) -> list[str]:
+        """The tokens as strings of the tokenizer's vocabulary."""
+        names: list[str] = await self._texts.do(_line({"names": ids}), "the tokenizer", "tokens")
+        return names
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """The text of tokens.
+
+        Raises:
+            ApiError: an id is not a token, there are more than the context has, or too many
+                requests wait.
+        """
+        text: str = await self._texts.do(_line({"tokens": ids}), "the tokenizer", "tokens")
+        return text
+
+    def close(self) -> None:
+        """End the processes."""
+        for processes in (self._chats, self._long_chats, self._texts):
+            processes.close()
+
+
+def _line(task: Mapping[str, Any]) -> bytes:
+    return json.dumps(task).encode() + b"\n"
+
+
+class TemplateProcesses:
+    """At most `count` processes of `lathe_serving.gateway.template`, each with one task at a
+    time."""
+
+    def __init__(self, folder: Path, count: int, niceness: int) -> None:
+        self._arguments = [str(folder), str(CPU_SECONDS), str(niceness)]
+        self._turns, self._is_closed = Turns(count), False
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    async def do(self, task: bytes, who: str, param: str) -> Any:
+        """Do a task.
+
+        Args:
+            task: a line of JSON.
+            who: does it, for errors.
+            param: the field that an error is about.
+
+        Raises:
+            ApiError: of the task; or see `Turns.run`.
+        """
+        reply = await self._turns.run(who, lambda: self._exchange(task, who))
+        if "done" in reply:
+            return reply["done"]
+        raise ApiError(reply["status"], reply["error"], param=param, code=reply.get("code"))
+
+    def close(self) -> None:
+        """End the processes."""
+        self._is_closed = True
+        for process in list(self._processes):
+            self._end(process)
+        self._turns.close()
+
+    def _exchange(self, task: bytes, who: str) -> Any:
+        """The reply of a process to a task; it depends on the task alone."""
+        while True:
+            try:
+                process, is_new = self._idle.pop(), False
+            except IndexError:
+                is_new = True
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "lathe_serving.gateway.template", *self._arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    # Of its own: keys and addresses stay out of a template's reach.
+                    env={"PYTHONPATH": str(Path(__file__).parents[2])},
+                )
+                self._processes.add(process)
+            assert process.stdin is not None and process.stdout is not None
+            answer, is_late = b"", False
+            try:
+                process.stdin.write(task)
+                process.stdin.flush()
+                stdout = select.poll()
+                stdout.register(process.stdout, select.POLLIN)
+                is_late = not stdout.poll(1000 * WALL_SECONDS)
+                answer = b"" if is_late else process.stdout.readline()
+            except (OSError, ValueError):
+                pass  # it has ended, or been closed
+            if answer:
+                self._idle.append(process)
+                return json.loads(answer)
+            status = self._end(process)
+            if is_late:
+                return {"error": "the machine is too busy", "status": 503, "code": "overloaded"}
+            if status == -signal.SIGPROF:
+                return {"error": f"{who} takes too long", "status": 400}
+            if is_new or self._is_closed:
+                return {"error": f"{who} takes too much memory", "status": 400}
+            # Earlier tasks may have used the memory: ask a new one.
+
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        """End a process, unless it has ended by itself; returns its exit status."""
+        process.kill()
+        process.communicate()
+        self._processes.discard(process)
+        return process.returncode
 
 
 if __name__ == "__main__":

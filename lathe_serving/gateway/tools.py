@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import Any
 
 from lathe_serving.gateway.errors import ApiError, Json
-from lathe_serving.gateway.renderer import Turns
+from lathe_serving.gateway.template import Turns
 from lathe_serving.runtime.grammar_compiler import (
     JSON_OPTIONS,
     LimitedProcess,

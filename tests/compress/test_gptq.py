@@ -22,7 +22,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.fake_quant import FakeQuantLinear
 from lathe.model.families import GPT2, LLAMA, QWEN3
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import fake_quantize_weight, split, weight_scales
+from lathe.model.integer_weights import fake_quantize_weight, split, weight_rounding
 from lathe.model.quantization import INT8, WeightFormat
 from lathe.train.batches import EvalBatches
 from lathe_base.config.recipe import load_recipe
@@ -162,7 +162,7 @@ def test_unrelated_inputs_leave_nothing_to_make_up_for(form: WeightFormat) -> No
     rounded = weight.clone()
     round_columns(rounded, form, torch.eye(128, dtype=torch.float64))
     if form.group_size:
-        scale = weight_scales(rounded, form)
+        scale = weight_rounding(form).grid(rounded).scale
         integers = (split(weight, form.group_size) / scale).round().clamp(-8, 7)
         # All but the largest of a group, and those that the last fitted scale would round otherwise
         assert (split(rounded, form.group_size) / scale == integers).double().mean() > 0.99

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lathe.model import fake_quant
 from lathe.model.fake_quant import FakeQuantLinear, Observer
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import QuantizedWeight, fake_quantize_weight, weight_scales
+from lathe.model.integer_weights import QuantizedWeight, fake_quantize_weight, weight_rounding
 from lathe.model.quantization import INT8, QuantizationPlan, WeightFormat
 from tests.support.apart import run_apart
 
@@ -42,7 +42,7 @@ def test_weight_equals_torch_fake_quantize(kind: str, bits: int, high: int) -> N
     w = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     w[3] = 0.0
     form = WeightFormat(kind, bits)  # type: ignore[arg-type]
-    scale = weight_scales(w, form)
+    scale = weight_rounding(form).grid(w).scale
     zero = torch.zeros(32, dtype=torch.int32)
     if kind == "abs_max":
         expected = torch.fake_quantize_per_tensor_affine(w, float(scale), 0, -high, high)

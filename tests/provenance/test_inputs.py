@@ -32,16 +32,21 @@ def decorated() -> list[tuple[str, str, str]]:
     found = []
     for path in sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if "@attested(" not in text:
+        if "attested(" not in text:
             continue
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for owner in ast.walk(ast.parse(text)):
             prefix = f"{owner.name}." if isinstance(owner, ast.ClassDef) else ""
             for node in ast.iter_child_nodes(owner):
-                for call in getattr(node, "decorator_list", ()):
+                if isinstance(node, ast.FunctionDef):
+                    name, calls = node.name, node.decorator_list
+                elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                    name, calls = ast.unparse(node.targets[0]), [node.value.func]
+                else:
+                    continue
+                for call in calls:
                     if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "attested":
-                        assert isinstance(node, ast.FunctionDef)
-                        found.append((ast.literal_eval(call.args[0]), module, prefix + node.name))
+                        found.append((ast.literal_eval(call.args[0]), module, prefix + name))
     return found
 
 

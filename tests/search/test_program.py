@@ -1,8 +1,11 @@
 """Choosing a design: predicted costs, prices, and the integer program."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +22,14 @@ from lathe.model.architecture import HEAD
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.search import prices
 from lathe.search.design import Design, Goal
 from lathe.search.prices import (
+    METRIC_KEYS,
     Costs,
     Prices,
     build_sample,
+    design_parts,
     estimate,
     measure_prices,
     write_costs,
@@ -77,24 +83,89 @@ def a_problem(seed: int, width: int = 2, one_layer: bool = True) -> Problem:
     return Problem(config, costs, Prices(PRICES), dict.fromkeys(names, FORMS), 32)
 
 
+def every_design(problem: Problem, forms: Sequence[Format]) -> Iterator[Design]:
+    """All designs of a problem of one layer with two heads and two channels."""
+    names = list(problem.formats)
+    for heads, channels in product((1, 2), repeat=2):
+        for chosen in product(forms, repeat=len(names)):
+            yield Design((heads,), (channels,), dict(zip(names, chosen, strict=True)))
+
+
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6), limit=st.floats(0.05, 0.4))
 def test_no_design_within_the_limit_is_better(seed: int, limit: float) -> None:
     problem = a_problem(seed)
-    names = list(problem.formats)
-    every = (
-        Design((heads,), (channels,), dict(zip(names, chosen, strict=True)))
-        for heads, channels in product((1, 2), repeat=2)
-        for chosen in product(FORMS, repeat=len(names))
-    )
-    within = [design for design in every if problem.price(design) <= limit]
+    within = [x for x in every_design(problem, FORMS) if problem.price(x) <= limit]
     found = problem.solve(limit)
     if not within:
         assert found is None and problem.price(problem.cheapest()) > limit
         return
     assert found is not None and problem.price(found) <= limit * (1 + 1e-6)
     assert problem.cost(found) <= min(map(problem.cost, within)) * 1.01 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_best_of_128_designs_is_found(seed: int) -> None:
+    """By brute force, for a limit that all meet, that half do, that one does, and that none does.
+    The prices are such that every choice counts."""
+    forms: list[Format] = ["int4", "dynamic_int8"]
+    problem = a_problem(seed)
+    parts = PRICES | {"heads": 0.02, "channels": 0.03, "weights int4": 3e-4}
+    parts |= {"weights dynamic_int8": 4e-4, "outputs int4": 3e-4, "outputs dynamic_int8": 1e-3}
+    problem = replace(problem, prices=Prices(parts), formats=dict.fromkeys(problem.formats, forms))
+    priced = sorted(
+        (problem.price(design), problem.cost(design)) for design in every_design(problem, forms)
+    )
+    assert len(priced) == 128
+    for count in (128, 64, 1):
+        limit = priced[count - 1][0] + 1e-9
+        found = problem.solve(limit)
+        assert found is not None and problem.price(found) <= limit + 1e-9
+        best = min(cost for _, cost in priced[:count])
+        assert problem.cost(found) == pytest.approx(best, rel=2e-3)
+    assert problem.price(problem.cheapest()) == pytest.approx(priced[0][0])
+    assert problem.solve(priced[0][0] - 1e-6) is None
+
+
+def test_the_parts_of_a_design_are_counted() -> None:
+    """A layer with half of its units, whose groups are padded, and a layer that is gone."""
+    formats: dict[str, Format] = {
+        "h.0.attn.c_attn": "int4",
+        "h.0.attn.c_proj": "static_int8",
+        "h.0.mlp.c_proj": "int4",
+        HEAD: "int4",
+    }
+    assert design_parts(SHAPE, Design((2, 0), (40, 0), formats), group_size=32) == {
+        **{"fixed": 1, "head int4": 1, "layers": 1, "heads": 2, "channels": 40},
+        # 32 inputs of queries, keys and values of two heads of 8 features; 40 inputs become 64.
+        **{"linears int4": 2, "weights int4": 32 * 48 + 64 * 32, "outputs int4": 48 + 32},
+        **{"linears static_int8": 1, "weights static_int8": 16 * 32, "outputs static_int8": 32},
+        "weights float": 32 * 40,
+    }
+
+
+def test_prices_are_fitted_to_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements that are exactly sums of prices, another sum for each target."""
+    size = INT4.group_size
+
+    def measured(_: object, __: object, design: Design, *___: object) -> dict[str, float]:
+        parts = design_parts(SHAPE, design, size)
+        return {
+            target: Prices(
+                {n: price * (1 + i * (n != "fixed")) for n, price in PRICES.items()}
+            ).total(parts)
+            for i, target in enumerate(METRIC_KEYS)
+        }
+
+    monkeypatch.setattr(prices, "measure_design", measured)
+    checkpoint: Any = SimpleNamespace(model=SimpleNamespace(config=SHAPE))
+    found = measure_prices(checkpoint, Path(), FORMS, INT4, ExportSettings())
+    mixed = Design((3, 1), (48, 20), dict(zip(LINEARS, FORMS * 3, strict=False)))
+    for target, share in measured(None, None, mixed).items():
+        assert found[target].total(design_parts(SHAPE, mixed, size)) == pytest.approx(
+            share, rel=0.02
+        )
 
 
 def test_layers_go_where_they_cost_nothing() -> None:
@@ -115,7 +186,8 @@ def test_layers_go_where_they_cost_nothing() -> None:
     pruned = replace(SHAPE, n_head=(4,), n_inner=(64,))
     recipe = found.quantization(load_recipe("tiny", (skips, everything)), pruned.architecture)
     assert named_formats(pruned, recipe.Compress.Quantization, None) == found.pruned_formats()
-    assert found.pruning(recipe).Compress.Prune.heads == [0, 4]
+    pruning = found.pruning(recipe).Compress.Prune
+    assert (pruning.heads, pruning.layers, pruning.rounds) == ([0, 4], 0, 1)
 
 
 def test_formats_alone_can_be_chosen() -> None:
@@ -131,6 +203,26 @@ def test_channels_are_multiples() -> None:
     for limit in (0.1, 0.15, 0.2, 0.3):
         found = problem.solve(limit)
         assert found is None or all(count % 32 == 0 for count in found.channels)
+
+
+def test_removed_units_cost_the_square_of_their_joint_slope(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three units of two sequences of four tokens; the unit of least slopes goes first."""
+    model = SimpleNamespace(
+        model=None, calibration=[torch.zeros(2, 5)], names=["linear"], estimates=dict
+    )
+    slopes = torch.tensor([[1.0, -2.0, 0.1], [1.0, 2.0, -0.1]])
+    found = SimpleNamespace(heads=[slopes], channels=[slopes[:, :1]])
+    monkeypatch.setattr(prices, "TorchModel", lambda *_, **__: model)
+    monkeypatch.setattr(prices, "gate_slopes", lambda *_: found)
+    nothing: Any = None
+    costs = estimate(RECIPE, nothing, nothing, nothing)
+    joint = [[0.1, -0.1], [1.1, 0.9], [-0.9, 2.9]]
+    expected = [4 / 2 * float(np.square(sums).mean()) for sums in joint]
+    assert costs.heads[0] == pytest.approx([*expected[::-1], 0.0])
+    assert costs.channels[0] == pytest.approx([2.0, 0.0])
+    assert costs.formats == {"float": {"linear": 0.0}}
 
 
 @pytest.mark.slow
@@ -232,6 +324,18 @@ def test_a_design_that_misses_is_corrected_before_it_is_trained() -> None:
     assert len(measured) == 2 and found.design == measured[1]
     assert CLOSE * 0.3 <= 1.06 * problem.price(found.design) <= 0.3
     assert found.predicted == pytest.approx(1.06 * problem.price(found.design))
+
+
+def test_a_design_near_the_limit_is_not_corrected() -> None:
+    problem, measured = a_problem(0, one_layer=False), list[Design]()
+
+    def measure(design: Design) -> float:
+        measured.append(design)
+        return 0.98 * problem.price(design)
+
+    (found,) = propose(problem, Goal("bytes", 0.2, "perplexity", 0.1), 2, measure)
+    assert measured == [found.design] and 0.98 * problem.price(found.design) >= CLOSE * 0.2
+    assert problem.solve(0.2 / 0.98) != found.design
 
 
 def test_trials_for_a_time_aim_below_each_other() -> None:

@@ -28,8 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lathe.data.tokenizer import save_tokenizer
-from lathe.export import weight_formats
-from lathe.export.weight_formats import compressed_scheme, stored_matrices
+from lathe.export.weight_formats import storage, stored_matrices
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD, Linear
 from lathe.model.checkpoint import Checkpoint, join_rows, split_rows
@@ -220,7 +219,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
         stored = family.stored_name(name)
         if isinstance(tensor, IntegerWeight) and name not in tables:
             path = stored.removesuffix(".weight")
-            parts = weight_formats.compressed_tensors(tensor)
+            parts = storage(tensor.fmt).to_compressed_tensors(tensor)
             tensors |= {f"{path}.{key}": x for key, x in parts.items()}
             scheme = replace(tensor.fmt, activation_scale=0.0)  # which the linears of one share
             targets.setdefault(scheme, []).append(path)
@@ -236,7 +235,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
         groups = {}
         for i, (fmt, paths) in enumerate(targets.items()):
             targeted = {"targets": ["Linear"] if len(targets) == 1 else paths}
-            groups[f"group_{i}"] = targeted | compressed_scheme(fmt)
+            groups[f"group_{i}"] = targeted | storage(fmt).compressed_scheme()
         formats = {group["format"] for group in groups.values()}
         more["quantization_config"] = {
             "quant_method": COMPRESSED_TENSORS,

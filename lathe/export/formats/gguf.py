@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lathe.data.gguf_metadata import gguf_metadata
 from lathe.data.gguf_tokenizer import PREFIX as TOKENIZER
-from lathe.export.weight_formats import GGUF_BLOCK, gguf_blocks, stored_matrices
+from lathe.export.weight_formats import GGUF_BLOCK, storage, stored_matrices
 from lathe.model.architecture import Rope
 from lathe.model.block import frequencies
 from lathe.model.checkpoint import Checkpoint
@@ -68,13 +68,6 @@ ENDS_BY_TEXT = {
 }
 """Tokens at which llama.cpp ends a text because of their texts, in versions since January 2025.
 Source: `special_eog_ids` in its `src/llama-vocab.cpp`."""
-FILE_TYPES = {
-    GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
-    GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
-    GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
-    GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
-    GGMLQuantizationType.Q4_1: LlamaFileType.MOSTLY_Q4_1,
-}
 HINT = "remove gguf from Export.formats"
 
 
@@ -177,7 +170,8 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
         log.warning(words, len(wide), wide[0], FILE, GGUF_BLOCK)
     # A file has one type in its metadata: that of most matrices.
     (commonest, _), *_ = kinds.most_common(1)
-    writer.add_file_type(FILE_TYPES[commonest])
+    is_float = commonest == GGMLQuantizationType.F32
+    writer.add_file_type(LlamaFileType["ALL_F32" if is_float else f"MOSTLY_{commonest.name}"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -255,7 +249,7 @@ def _tensors(
             else:
                 stored = tensor[torch.from_numpy(interleaved_rows(len(tensor), config.head_dim))]
         if isinstance(stored, IntegerWeight):
-            yield names[name], *gguf_blocks(stored)
+            yield names[name], *storage(stored.fmt).to_gguf(stored)
         elif stored.dim() > 1 and dtype == "float16":
             yield names[name], GGMLQuantizationType.F16, stored.half().numpy()
         else:

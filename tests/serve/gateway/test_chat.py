@@ -17,10 +17,15 @@ from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import read_config
 from lathe.release.deploy import greedy_tokens
 from lathe_base.errors import Code
-from lathe_serving.gateway import renderer
+from lathe_serving.gateway import template as template_module
 from lathe_serving.gateway.admission import Limits
-from lathe_serving.gateway.renderer import Renderer
-from lathe_serving.gateway.template import BREAK, ChatTemplate, ChatTokenizer, PromptError
+from lathe_serving.gateway.template import (
+    BREAK,
+    ChatTemplate,
+    ChatTokenizer,
+    PromptError,
+    Renderer,
+)
 from lathe_serving.gateway.triton import read_models
 from lathe_serving.runtime.kv_cache import BLOCK
 from lathe_serving.server import TritonServer
@@ -304,7 +309,7 @@ def test_the_gateway_reads_it_in_the_repository(repository: Path, tmp_path: Path
 def test_a_template_that_takes_too_much_is_ended_alone(
     server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, told: str
 ) -> None:
-    monkeypatch.setattr(renderer, "CPU_SECONDS", 1.0)
+    monkeypatch.setattr(template_module, "CPU_SECONDS", 1.0)
     with opened(server, Limits(), **with_chat_template(server, template, tmp_path)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
         for _ in range(2):

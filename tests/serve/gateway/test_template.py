@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from lathe_serving.gateway import renderer as renderer_module
+from lathe_serving.gateway import template
 from lathe_serving.gateway.errors import ApiError
-from lathe_serving.gateway.renderer import LONG, Renderer
+from lathe_serving.gateway.template import LONG, Renderer
 
 SLOW = "{% if messages[0].content[:4] == 'slow' %}{% for i in range(99999) %}"
 SLOW += "{% for j in range(999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
@@ -69,7 +69,7 @@ def test_what_exceeds_the_context_is_refused_each_time_in_the_same_words(folder:
 def test_chats_wait_neither_for_long_ones_nor_for_tokenizing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(renderer_module, "MAX_WAITING", 2)
+    monkeypatch.setattr(template, "MAX_WAITING", 2)
 
     async def check() -> None:
         async with opened(folder) as renderer:
@@ -94,7 +94,7 @@ def test_a_task_ends_by_its_own_time_and_memory_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that ends in the middle of a task for the sake of earlier ones is replaced."""
-    monkeypatch.setattr(renderer_module, "CPU_SECONDS", 0.2)
+    monkeypatch.setattr(template, "CPU_SECONDS", 0.2)
 
     async def check() -> None:
         async with opened(folder) as renderer:
