@@ -220,16 +220,16 @@ def _seconds(
         members = getattr(layout, dim)
         bandwidth = gpu.nvlink
         if dim != "mp":
-            bandwidth = _bandwidth(strides[dim], members, gpus_per_node, gpu)
+            bandwidth = ring_bandwidth(strides[dim], members, gpus_per_node, gpu)
         # To gather or reduce-scatter along a ring; an all-reduce is both.
         seconds[dim] = (members - 1) / members * sizes[dim] / bandwidth
     if "pp" in sizes:
-        bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node, gpu)
+        bandwidth = ring_bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node, gpu)
         seconds["pp"] = sizes["pp"] / min(bandwidth, gpu.nvlink)
     return seconds
 
 
-def _bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float:
+def ring_bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float:
     """Bytes/s around a ring of GPUs whose ranks are `stride` apart: between nodes, it uses the
     network ports of all its members in a node."""
     if stride * members <= gpus_per_node:
