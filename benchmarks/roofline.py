@@ -16,7 +16,7 @@ The constants are from one run that was measured: GPT 345M with 32 rows, bfloat1
 """
 
 import argparse
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lathe.plan import rank
 from lathe.plan.rank import dense_config, make_job
-from lathe.plan.record import Recorder
+from lathe.plan.record import Recorder, starts_a_kernel
 from lathe.train.layout import configured_layout
 from lathe.train.speed import GPUS, data_sheet_flops, step_time
 from lathe_base.config.recipe import load_recipe
@@ -89,14 +89,13 @@ LAYOUTS = (  # recipe, GPUs, published MFU, %
 
 
 class Roofline(Recorder):  # type: ignore[no-untyped-call]
-    """Also counts the operations that start a kernel, and estimates their time."""
+    """Also estimates the time of the operations that start a kernel."""
 
     gpu = "H200"
     last: "Roofline"
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: Counter[str] = Counter()  # by phase
         self.seconds = defaultdict[tuple[str, str], float](float)  # by phase and kind
         Roofline.last = self
 
@@ -108,10 +107,9 @@ class Roofline(Recorder):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if out is NotImplemented or self._paused or not _starts_a_kernel(func, out):
+        if out is NotImplemented or self._paused or not starts_a_kernel(func, out):
             return out
         kind, seconds = self._time(func, args, dict(kwargs or {}), out)
-        self.operations[self.phase] += 1
         self.seconds[self.phase, kind] += seconds + KERNEL_SECONDS
         return out
 
@@ -135,14 +133,6 @@ class Roofline(Recorder):  # type: ignore[no-untyped-call]
             reached * data_sheet_flops(f"NVIDIA {self.gpu}", inputs[0].dtype)
         )
         return "attention" if is_attention else "matmul", max(arithmetic, memory)
-
-
-def _starts_a_kernel(func: OpOverload, out: Any) -> bool:
-    returns = func._schema.returns
-    is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in returns)
-    is_empty = func._opname.startswith(("empty", "new_empty", "_local_scalar", "detach"))
-    in_aten = func.namespace == "aten"
-    return in_aten and not is_view and not is_empty and bool(tree_leaves(out))
 
 
 def main() -> None:
@@ -194,7 +184,7 @@ def row(case: Case, overrides: list[str], kinds: Sequence[str]) -> list[str]:
     seen = Roofline.last
     phases = ("forward and backward", "update", "after the step")
     gpu = {kind: sum(seen.seconds[phase, kind] for phase in phases) for kind in kinds}
-    operations = sum(seen.operations[phase] for phase in phases)
+    operations = sum(seen.operations.get(phase, 0) for phase in phases)
     gpu_links = GPUS[Roofline.gpu]
     link = gpu_links.nvlink if case.processes <= GPUS_PER_NODE else gpu_links.network
     exchanged = sum(x.bytes for x in trial.collectives if x.phase in phases and len(x.ranks) > 1)

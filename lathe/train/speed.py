@@ -116,8 +116,7 @@ def step_time(
     seconds = _seconds(layout, volume(config, recipe, layout), gpus_per_node, gpu)
     waiting = (seconds["mp"] + seconds["pp"]) / micro_batches
     # Where the host takes longer to launch a micro-batch's kernels than the GPU to run them.
-    eager, compiled = HOST_SECONDS["mp" if layout.mp > 1 else "plain"]
-    launching = _max_layers(config, layout) * (compiled if recipe.Engine.compile else eager)
+    launching = launch_seconds(config, layout, recipe.Engine.compile) / micro_batches
     idle = max(0.0, launching - compute - again - waiting)
     busy = micro_batches * (compute + again + waiting + idle)
     # Sharding's messages hide behind the last micro-batch, or from stage 2 on behind all of them.
@@ -135,6 +134,13 @@ def step_time(
         bubble=busy * bubble / (1 - bubble),
         host=micro_batches * idle,
     )
+
+
+def launch_seconds(config: GPTConfig, layout: Layout, is_compiled: bool) -> float:
+    """Seconds per step in which the CPU starts the kernels of the blocks."""
+    eager, compiled = HOST_SECONDS["mp" if layout.mp > 1 else "plain"]
+    blocks = _max_layers(config, layout) * layout.accumulate_steps
+    return blocks * (compiled if is_compiled else eager)
 
 
 def bubble_share(layout: Layout) -> float:
