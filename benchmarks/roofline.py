@@ -82,6 +82,15 @@ CASES = (
 
 LAYOUTS = (  # recipe, GPUs, published MFU, %
     ("gpt-345m", ("Distributed.dp_degree=8", "Global.global_batch_size=64"), 8, "41 to 46"),
+    (
+        "gpt-345m",
+        (
+            *("Distributed.pp_degree=4", "Global.global_batch_size=64"),
+            "Global.local_batch_size=64",
+        ),
+        4,
+        "",
+    ),
     ("gpt-1.3b", ("Distributed.dp_degree=8",), 8, ""),
     ("gpt-6.7b", (), 16, "33 to 39, 41 to 47"),
     ("gpt-175b-mp8-pp16", (), 128, "42 to 47"),
@@ -173,7 +182,9 @@ def layouts(gpu: str) -> Table:
             mfu = flops / time.total / data_sheet_flops(GPUS[gpu].device, torch.bfloat16)
             parts = (time.compute, time.recompute, time.communication, time.host, time.bubble)
             split = (f"{part / time.total:.0%}" for part in parts)
-            table.add_row(chosen, str(gpus), *split, f"{mfu:.0%}", published)
+            degrees = {dim: getattr(layout, dim) for dim in ("dp", "mp", "pp", "sharding")}
+            shown = ", ".join([chosen, *(f"{dim} {n}" for dim, n in degrees.items() if n > 1)])
+            table.add_row(shown, str(gpus), *split, f"{mfu:.0%}", published)
     return table
 
 

@@ -17,8 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from lathe.plan.rank import PlannedStates, blank_tokens, join_fake_workers, make_job
+from lathe.plan.rank import (
+    PlannedStates,
+    blank_tokens,
+    dense_config,
+    join_fake_workers,
+    make_job,
+)
 from lathe.plan.record import local
+from lathe.train.layout import head_layers
 from lathe.train.loop import Gradients, StopSaveFlags
 from lathe.train.parallel import divide
 from lathe.train.run import make_teacher
@@ -27,8 +34,7 @@ from lathe_base.config.settings import Recipe
 
 WARM_UP, STEPS = 2, 4
 """Steps before the timed ones, in which autograd, DTensor and FSDP fill their caches; and these."""
-MIN_TOKENS = 16
-HEAD_DIM = 16
+MIN_TOKENS, MIN_ROWS, HEAD_DIM = 16, 8, 16
 Model = TypeVar("Model", bound=nn.Module)
 VALUE = 0.01  # of all weights: not 0, whose quotients are not finite
 
@@ -55,7 +61,7 @@ def small_recipe(recipe: Recipe) -> Recipe:
         "hidden_size": heads * head_dim,
         "ffn_hidden_size": 2 * heads * head_dim,
         "num_layers": model.num_layers - (compress.Prune.layers if compress.Prune.enable else 0),
-        "vocab_size": 8 * mp,
+        "vocab_size": MIN_ROWS * mp,
         "vocab_size_divisible_unit": None,
         "max_position_embeddings": length,
         "sliding_window": model.sliding_window and length // 2,
@@ -71,7 +77,7 @@ def small_recipe(recipe: Recipe) -> Recipe:
         "Distill": compress.Distill.model_copy(update=teacher),
     }
     engine = {"max_steps": WARM_UP + STEPS, "compile": False}
-    return recipe.model_copy(
+    small = recipe.model_copy(
         update={
             "Model": model.model_copy(update=sizes),
             "Data": recipe.Data.model_copy(update=data),
@@ -79,6 +85,12 @@ def small_recipe(recipe: Recipe) -> Recipe:
             "Engine": recipe.Engine.model_copy(update=engine),
         }
     )
+    # As much of a head beside a layer as the recipe's, so that stages have as many layers.
+    whole_head = head_layers(dense_config(recipe), recipe.Data.Train.dataset.max_seq_len)
+    factor = whole_head / head_layers(dense_config(small), length)
+    rows = max(1, round(MIN_ROWS * factor))
+    shape = small.Model.model_copy(update={"vocab_size": mp * rows})
+    return small.model_copy(update={"Model": shape})
 
 
 class _TimedTrainer(Trainer):

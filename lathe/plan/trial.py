@@ -162,7 +162,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTria
         estimate=estimate(config, recipe, layout, trained_adapters(recipe)),
         model_flops=config.flops_per_token(recipe.Data.Train.dataset.max_seq_len) * tokens,
         volume=volume(config, recipe, layout),
-        host=(host, launch_seconds(config, layout, is_compiled=False)),
+        host=(host, launch_seconds(config, recipe, layout, is_compiled=False)),
         mismatch=find_mismatch({r.rank: r.collectives for r in last}) or _unsaved(last, gpus),
         seconds=time.monotonic() - started,
     )

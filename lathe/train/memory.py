@@ -189,7 +189,7 @@ def _rank_memory(
     C, V = config.n_embd, config.vocab_size / layout.mp
     (N, n), (_, stream) = _tokens(recipe, layout), _bytes(recipe)
     is_first, is_last = rank == 0, rank == layout.pp - 1
-    layers = layout.layers(rank, config.n_layer)
+    layers = layout.layers(rank, config, recipe.Data.Train.dataset.max_seq_len)
     table, ends = V * C, _ends(config, layout, is_first, is_last)
     parameters = layers * block.parameters + ends
     state = _state(layers, ends, block, recipe, layout)
