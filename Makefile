@@ -24,7 +24,7 @@ help: ## List the targets
 	@echo 'usage: make TARGET [VARIABLE=value ...] [-- -o Group.key=value ...]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'run takes: PIPELINE=pretrain|prune|qat|compress|full CORPUS= CHAT= TOKENIZER= MODEL= CLOZE= RECIPE= TARGET= BUDGET= TRIALS= KILLS= PRODUCTION= ENGINE=torch|paddle QUANT=int8|int4 SHARDS= TASK=exact_match=file RUN=; MODEL=smollm2 is a pretrained model'
-	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 NO_TRY=1 (FOLLOW=1, CRON=)'
+	@echo 'submit, schedule and doctor take the same but RUN=, and: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= ROOT= NOTIFY=1 STRICT=1 NO_TRY=1 (FOLLOW=1, CRON=, ALL_REDUCE=1)'
 	@echo 'compile and manifests take, as defaults of runs: NODES= GPUS= NODE_POOL= QUEUE= CPUS= MEMORY= NOTIFY=1'
 
 .PHONY: run
@@ -40,7 +40,7 @@ follow: ## Follow a submitted run: make follow RUN=id (LOGS=0 without the steps'
 	$(pipeline)
 
 .PHONY: doctor
-doctor: ## Check the cluster for a pipeline, from a temporary pod (PIPELINE= GPUS= NODES=)
+doctor: ## Check the cluster for a pipeline, from a temporary pod (PIPELINE= GPUS= NODES=); ALL_REDUCE=1 measures its network
 	$(pipeline)
 
 .PHONY: runs

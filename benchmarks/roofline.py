@@ -16,7 +16,7 @@ The constants are from one run that was measured: GPT 345M with 32 rows, bfloat1
 """
 
 import argparse
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lathe.plan import rank
 from lathe.plan.rank import dense_config, make_job
-from lathe.plan.record import Recorder
+from lathe.plan.record import Recorder, starts_a_kernel
 from lathe.train.layout import configured_layout
 from lathe.train.speed import GPUS, data_sheet_flops, step_time
 from lathe_base.config.recipe import load_recipe
@@ -82,6 +82,15 @@ CASES = (
 
 LAYOUTS = (  # recipe, GPUs, published MFU, %
     ("gpt-345m", ("Distributed.dp_degree=8", "Global.global_batch_size=64"), 8, "41 to 46"),
+    (
+        "gpt-345m",
+        (
+            *("Distributed.pp_degree=4", "Global.global_batch_size=64"),
+            "Global.local_batch_size=64",
+        ),
+        4,
+        "",
+    ),
     ("gpt-1.3b", ("Distributed.dp_degree=8",), 8, ""),
     ("gpt-6.7b", (), 16, "33 to 39, 41 to 47"),
     ("gpt-175b-mp8-pp16", (), 128, "42 to 47"),
@@ -89,14 +98,13 @@ LAYOUTS = (  # recipe, GPUs, published MFU, %
 
 
 class Roofline(Recorder):  # type: ignore[no-untyped-call]
-    """Also counts the operations that start a kernel, and estimates their time."""
+    """Also estimates the time of the operations that start a kernel."""
 
     gpu = "H200"
     last: "Roofline"
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: Counter[str] = Counter()  # by phase
         self.seconds = defaultdict[tuple[str, str], float](float)  # by phase and kind
         Roofline.last = self
 
@@ -108,10 +116,9 @@ class Roofline(Recorder):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if out is NotImplemented or self._paused or not _starts_a_kernel(func, out):
+        if out is NotImplemented or self._paused or not starts_a_kernel(func, out):
             return out
         kind, seconds = self._time(func, args, dict(kwargs or {}), out)
-        self.operations[self.phase] += 1
         self.seconds[self.phase, kind] += seconds + KERNEL_SECONDS
         return out
 
@@ -135,14 +142,6 @@ class Roofline(Recorder):  # type: ignore[no-untyped-call]
             reached * data_sheet_flops(f"NVIDIA {self.gpu}", inputs[0].dtype)
         )
         return "attention" if is_attention else "matmul", max(arithmetic, memory)
-
-
-def _starts_a_kernel(func: OpOverload, out: Any) -> bool:
-    returns = func._schema.returns
-    is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in returns)
-    is_empty = func._opname.startswith(("empty", "new_empty", "_local_scalar", "detach"))
-    in_aten = func.namespace == "aten"
-    return in_aten and not is_view and not is_empty and bool(tree_leaves(out))
 
 
 def main() -> None:
@@ -183,7 +182,9 @@ def layouts(gpu: str) -> Table:
             mfu = flops / time.total / data_sheet_flops(GPUS[gpu].device, torch.bfloat16)
             parts = (time.compute, time.recompute, time.communication, time.host, time.bubble)
             split = (f"{part / time.total:.0%}" for part in parts)
-            table.add_row(chosen, str(gpus), *split, f"{mfu:.0%}", published)
+            degrees = {dim: getattr(layout, dim) for dim in ("dp", "mp", "pp", "sharding")}
+            shown = ", ".join([chosen, *(f"{dim} {n}" for dim, n in degrees.items() if n > 1)])
+            table.add_row(shown, str(gpus), *split, f"{mfu:.0%}", published)
     return table
 
 
@@ -194,7 +195,7 @@ def row(case: Case, overrides: list[str], kinds: Sequence[str]) -> list[str]:
     seen = Roofline.last
     phases = ("forward and backward", "update", "after the step")
     gpu = {kind: sum(seen.seconds[phase, kind] for phase in phases) for kind in kinds}
-    operations = sum(seen.operations[phase] for phase in phases)
+    operations = sum(seen.operations.get(phase, 0) for phase in phases)
     gpu_links = GPUS[Roofline.gpu]
     link = gpu_links.nvlink if case.processes <= GPUS_PER_NODE else gpu_links.network
     exchanged = sum(x.bytes for x in trial.collectives if x.phase in phases and len(x.ranks) > 1)

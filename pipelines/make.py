@@ -89,7 +89,9 @@ TARGETS = {
     "schedule": Target(
         (f"{CLUSTER}.schedule", "set"), True, (), (*MACHINES, "CRON"), (NOTIFY, *STRICT)
     ),
-    "doctor": Target((f"{CLUSTER}.doctor",), True, (), MACHINES, (NOTIFY,)),
+    "doctor": Target(
+        (f"{CLUSTER}.doctor",), True, (), MACHINES, (NOTIFY, ("ALL_REDUCE", "--all-reduce"))
+    ),
     "unschedule": Target(
         (f"{CLUSTER}.schedule", "remove"), words=("PIPELINE",), switches=(("WAIT", "--wait"),)
     ),

@@ -28,7 +28,7 @@ a pipeline run that has the same kind."""
 
 MODULES = (
     "data", "training", "compression", "evaluation", "exporting", "serving", "releases",
-    "provenance", "recipes",
+    "provenance", "recipes", "network",
 )  # fmt: skip
 """The modules that define commands."""
 
@@ -37,7 +37,9 @@ PANELS = {
     "Serve": (
         *("deploy", "serve", "stop", "client", "playground", "generate", "bench-serve", "release"),
     ),
-    "Choose and compare": ("recipe", "plan", "analyze", "compress", "gate", "report"),
+    "Choose and compare": (
+        *("recipe", "plan", "all-reduce", "analyze", "compress", "gate", "report"),
+    ),
     "Convert from and to other tools": (
         *("import", "import-paddle", "import-megatron", "export-paddle", "prove"),
     ),

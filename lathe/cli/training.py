@@ -151,7 +151,8 @@ def plan(
 
     --try runs the recipe's own layout with the trainer's code: one optimizer step, a validation
     batch, a save and a load for every distinct kind of process. It shows their peak memory, FLOPs
-    and collectives. The exit status is 1 if a process does not fit, or if collectives deadlock or
+    and collectives, the operations that a step starts, and the time that this machine's CPU takes
+    to start them. The exit status is 1 if a process does not fit, or if collectives deadlock or
     their order differs between processes.
     """
     settings = load(recipe, override)
@@ -229,7 +230,14 @@ def _require_fit(
 def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
     from rich.console import Console
 
-    from lathe.plan.trial import as_json, figures, memory_table, traffic_table, try_training
+    from lathe.plan.trial import (
+        as_json,
+        figures,
+        memory_table,
+        step_table,
+        traffic_table,
+        try_training,
+    )
     from lathe.train.plan import USABLE
     from lathe_base.storage import atomic_file
 
@@ -239,7 +247,7 @@ def _try(recipe: "Recipe", gpus: int, size: float, output: Path | None) -> None:
             work.write_text(json.dumps(as_json(trial, size), indent=2), encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else 140)
     # The empty string is a line between the tables.
-    for table in (memory_table(trial, size), traffic_table(trial.fullest)):
+    for table in (memory_table(trial, size), traffic_table(trial.fullest), step_table(trial)):
         console.print(table, "")
     show(**figures(trial))
     if trial.mismatch is not None:

@@ -61,7 +61,12 @@ def importance(
     model.eval()
     try:
         scores = CRITERIA[criterion].score(model, batches, of_queries)
-        return Importance([s.cpu() for s in scores.heads], [s.cpu() for s in scores.channels])
+        # Scores of a model on the meta device, as in a trial, have no values to copy.
+        heads, channels = (
+            [s if s.is_meta else s.cpu() for s in parts]
+            for parts in (scores.heads, scores.channels)
+        )
+        return Importance(heads, channels)
     finally:
         model.train(training)
 

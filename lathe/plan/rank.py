@@ -124,7 +124,7 @@ class RankTrial:
     Attributes:
         at: its coordinate in each of `lathe.train.layout.DIMS`.
         memory: bytes by category at the fullest moment; see `Recorder.kinds`.
-        flops: by phase.
+        flops, operations: by phase; see `Recorder`.
         collectives: in order.
         saved: what it would write of a saved state.
     """
@@ -133,6 +133,7 @@ class RankTrial:
     at: Mapping[str, int]
     memory: Mapping[str, int]
     flops: Mapping[str, int]
+    operations: Mapping[str, int]
     collectives: Sequence[Collective]
     saved: SavePlan
 
@@ -175,7 +176,7 @@ def try_rank(
         observe = job.observe(workers) if job.observe else None
         data = blank_tokens(recipe, workers.data_size)
         trainer = _TriedTrainer(recipe, stages, data, folder, workers, observe, teacher)
-        trainer.recorder, states = recorder, _PlannedStates(workers)
+        trainer.recorder, states = recorder, PlannedStates(workers)
         trainer.states = states  # type: ignore[assignment]
         trainer.categorize(*([teacher.model] if teacher else []))
 
@@ -194,6 +195,7 @@ def try_rank(
             at={dim: workers.at(dim) for dim in DIMS},
             memory=recorder.peak(begin),
             flops=recorder.flops,
+            operations=recorder.operations,
             collectives=[call for call in recorder.collectives if call.phase != "build"],
             saved=states.plan,
         )
@@ -239,7 +241,7 @@ class _TriedTrainer(Trainer):
         super().save()
 
 
-class _PlannedStates:
+class PlannedStates:
     """Saves and loads as torch.distributed.checkpoint does until it would access a file: which
     parts of which tensors this process writes, and whether it would find its own."""
 
@@ -298,7 +300,8 @@ class _Votes:
 
         def agreed(stage: PipelineStage, received_result: Tensor | None = None) -> Tensor:
             result = original(stage, received_result)
-            assert isinstance(result, FakeTensor)
+            if not isinstance(result, FakeTensor):
+                return torch.ones_like(result)
             with unset_fake_temporarily():
                 # The value that torch reads from a fake tensor where it has one.
                 result.constant = torch.tensor([1], dtype=result.dtype)

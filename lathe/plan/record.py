@@ -102,6 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         phase: name of what is running; set by whoever runs it.
         flops: floating-point operations by phase, as `torch.utils.flop_counter` counts them.
+        operations: number of operations that start a kernel, by phase.
         allocations: in order. Storages are numbered from 0.
         kinds: category of every storage.
     """
@@ -111,6 +112,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = "build"
         self.collectives: list[Collective] = []
         self.flops: dict[str, int] = {}
+        self.operations: dict[str, int] = {}
         self.allocations: list[Allocation] = []
         self.kinds: list[str] = []
         self._paused = False
@@ -131,6 +133,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         if self._paused:
             return out
+        if starts_a_kernel(func, out):
+            self.operations[self.phase] = self.operations.get(self.phase, 0) + 1
         if func.namespace in COLLECTIVES and func._opname not in WAITS:
             self.collectives.append(self._collective(func, args, out))
         elif count := flop_registry.get(func._overloadpacket):
@@ -249,6 +253,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         site = next(lathe_frames, "outside of lathe")
         return Collective(name, ranks, tensors, size, peer, self.phase, site, self._batch)
+
+
+def starts_a_kernel(func: OpOverload, out: Any) -> bool:
+    """Whether an operation with this result computes something: not a view, an allocation or a read
+    by the host."""
+    returns = func._schema.returns
+    is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in returns)
+    is_empty = func._opname.startswith(("empty", "new_empty", "_local_scalar", "detach"))
+    in_aten = func.namespace == "aten"
+    return in_aten and not is_view and not is_empty and bool(tree_leaves(out))
 
 
 def local(tensor: Tensor) -> Tensor:

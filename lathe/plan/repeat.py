@@ -51,6 +51,7 @@ class _Half:
     outside: list[Allocation]
     collectives: list[Collective]
     flops: int
+    operations: int
 
 
 class Repeats:
@@ -109,7 +110,7 @@ class Repeats:
         """
         seen = self.recorder
         first, calls, key = len(seen.allocations), len(seen.collectives), len(seen.kinds)
-        flops = seen.flops.get(seen.phase, 0)
+        flops, operations = seen.flops.get(seen.phase, 0), seen.operations.get(seen.phase, 0)
 
         def end() -> _Half:
             n_named = sum(name >= 0 for name in names.values())
@@ -124,6 +125,7 @@ class Repeats:
                 [c for c in changes if c.key not in names],
                 seen.collectives[calls:],
                 seen.flops.get(seen.phase, 0) - flops,
+                seen.operations.get(seen.phase, 0) - operations,
             )
 
         return end
@@ -155,6 +157,7 @@ class Repeats:
             seen.allocations.append(Allocation(keys[name], size))
         seen.collectives += half.collectives
         seen.flops[seen.phase] = seen.flops.get(seen.phase, 0) + half.flops
+        seen.operations[seen.phase] = seen.operations.get(seen.phase, 0) + half.operations
 
 
 class _Repeat(torch.autograd.Function):

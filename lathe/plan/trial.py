@@ -8,18 +8,20 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from rich.table import Table
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from lathe.plan.host import small_recipe, time_host
 from lathe.plan.order import find_mismatch
 from lathe.plan.rank import RankTrial, make_job, try_rank
 from lathe.plan.record import Collective
@@ -27,11 +29,13 @@ from lathe.plan.repeat import is_unsteady
 from lathe.train.layout import DIMS, Layout, configured_layout
 from lathe.train.memory import Memory, estimate
 from lathe.train.shape import trained_adapters
-from lathe.train.speed import volume
+from lathe.train.speed import launch_seconds, volume
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code, StageError, UserError
 from lathe_base.progress import bar
 from lathe_launch.parent import die_with_parent
+
+T = TypeVar("T")
 
 MAX_EXHAUSTIVE_RANKS = 4
 """Number of processes up to which all are tried, not only the distinct ones."""
@@ -68,12 +72,14 @@ class ProcessTrial:
         at: coordinate in each of `lathe.train.layout.DIMS`.
         memory: bytes by category at the fullest moment.
         flops: floating-point operations of a step.
+        operations: number of those of torch that start a kernel in a step.
     """
 
     rank: int
     at: Mapping[str, int]
     memory: Mapping[str, float]
     flops: float
+    operations: float
     traffic: Sequence[Traffic]
 
     @property
@@ -100,6 +106,8 @@ class TrainingTrial:
         estimate: the planner's, of its fullest process.
         model_flops: operations of a step, by the formula that MFU is computed with.
         volume: the planner's bytes of a step along each dimension; see `lathe.train.speed.volume`.
+        host: seconds of a CPU thread in an eager step of the first process, as measured with small
+            tensors (`lathe.plan.host`), and by the planner.
         mismatch: why the processes could not run together; None if they can.
         seconds: that the trial took.
     """
@@ -109,6 +117,7 @@ class TrainingTrial:
     estimate: Memory
     model_flops: float
     volume: Mapping[str, float]
+    host: tuple[float, float]
     mismatch: str | None
     seconds: float
 
@@ -144,6 +153,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTria
     steps = short_steps(layout)
     runs = {n: try_ranks(_shortened_recipe(recipe, layout, n), ranks, gpus, on_gpu) for n in steps}
     last = runs[steps[-1]]
+    host = _host_seconds(recipe, layout)
     tokens = layout.data_parallel * layout.micro_batch * layout.accumulate_steps
     tokens *= recipe.Data.Train.dataset.max_seq_len
     return TrainingTrial(
@@ -152,6 +162,7 @@ def try_training(recipe: Recipe, gpus: int, on_gpu: bool = True) -> TrainingTria
         estimate=estimate(config, recipe, layout, trained_adapters(recipe)),
         model_flops=config.flops_per_token(recipe.Data.Train.dataset.max_seq_len) * tokens,
         volume=volume(config, recipe, layout),
+        host=(host, launch_seconds(config, recipe, layout, is_compiled=False)),
         mismatch=find_mismatch({r.rank: r.collectives for r in last}) or _unsaved(last, gpus),
         seconds=time.monotonic() - started,
     )
@@ -206,67 +217,94 @@ def _shortened_recipe(recipe: Recipe, layout: Layout, steps: int) -> Recipe:
     )
 
 
+def _host_seconds(recipe: Recipe, layout: Layout) -> float:
+    """Measured seconds of the host in a step of the first process."""
+    # Two shorter steps as in `try_training`, but far enough apart that their difference is exact.
+    first = short_steps(layout)[0]
+    steps = [first, 3 * first] if 3 * first < layout.accumulate_steps else [layout.accumulate_steps]
+    single, work = replace(layout, micro_batch=1), dict[str, Callable[[], float]]()
+    for n in steps:
+        small = small_recipe(_shortened_recipe(recipe, single, n))
+        work[f"a step of {n} micro-batches"] = partial(time_host, small, 0, layout.gpus)
+    seconds = run_apart(work)
+    if len(seconds) == 1:
+        return seconds[0]
+    each = (seconds[1] - seconds[0]) / (steps[1] - steps[0])
+    return seconds[0] + each * (layout.accumulate_steps - steps[0])
+
+
 def try_ranks(recipe: Recipe, ranks: Sequence[int], size: int, on_gpu: bool) -> list[RankTrial]:
-    """Try each in a separate process, because DTensor caches properties of a mesh."""
-    context, waiting = get_context("fork"), list(ranks)
-    running: dict[Any, tuple[int, ForkProcess]] = {}
-    trials: dict[int, RankTrial] = {}
+    """Try each in a separate process."""
+    return run_apart({f"rank {r}": partial(_try_rank, recipe, r, size, on_gpu) for r in ranks})
+
+
+def _try_rank(recipe: Recipe, rank: int, size: int, on_gpu: bool) -> RankTrial:
     try:
-        with bar("process", len(ranks)) as progress:
+        return try_rank(recipe, make_job(recipe), rank, size, on_gpu)
+    except Exception as error:
+        if not is_unsteady(error):
+            raise
+        return try_rank(recipe, make_job(recipe), rank, size, on_gpu, repeats=False)
+
+
+def run_apart(work: Mapping[str, Callable[[], T]]) -> list[T]:
+    """Run each function in a fork of this process, because DTensor caches properties of a mesh, and
+    return their results.
+
+    Args:
+        work: by a name, for errors.
+    """
+    context, waiting = get_context("fork"), list(work)
+    running: dict[Any, tuple[str, ForkProcess]] = {}
+    results: dict[str, T] = {}
+    try:
+        with bar("process", len(work)) as progress:
             while waiting or running:
                 # One process for each core: fake tensors compute on one thread.
                 while waiting and len(running) < len(os.sched_getaffinity(0)):
-                    rank, (end, other) = waiting.pop(0), context.Pipe(duplex=False)
-                    arguments = (other, recipe, rank, size, on_gpu)
-                    process = context.Process(target=_child, args=arguments)
+                    name, (end, other) = waiting.pop(0), context.Pipe(duplex=False)
+                    process = context.Process(target=_child, args=(other, work[name]))
                     process.start()
                     other.close()  # or this end would never see the other's end
-                    running[end] = rank, process
+                    running[end] = name, process
                 for ready in wait(list(running)):
-                    rank, process = running[ready]
-                    trials[rank] = _received(ready, rank)
+                    name, process = running[ready]
+                    results[name] = _received(ready, name)
                     process.join()
                     del running[ready]
                     progress.advance()
     finally:
         for _, process in running.values():
             process.kill()
-    return [trials[rank] for rank in ranks]
+    return [results[name] for name in work]
 
 
-def _child(end: Connection, recipe: Recipe, rank: int, size: int, on_gpu: bool) -> None:
+def _child(end: Connection, function: Callable[[], Any]) -> None:
     die_with_parent()
     gc.freeze()  # or a process group of the parent is collected here, and waits for its threads
     torch.set_num_threads(1)
     sys.stderr = io.StringIO()  # no bar or warnings of a step that is not meant to be trained
     try:
-        try:
-            tried = try_rank(recipe, make_job(recipe), rank, size, on_gpu)
-        except Exception as error:
-            if not is_unsteady(error):
-                raise
-            tried = try_rank(recipe, make_job(recipe), rank, size, on_gpu, repeats=False)
-        end.send(tried)
+        end.send((function(),))
     except UserError as error:
         end.send((error.what, error.hint, error.code))
     except Exception:
         end.send(traceback.format_exc())
 
 
-def _received(end: Any, rank: int) -> RankTrial:
+def _received(end: Any, name: str) -> Any:
     try:
         result = end.recv()
     except EOFError:
         raise StageError(
-            f"the trial of rank {rank} was killed: probably out of memory", Code.KILLED
+            f"the trial of {name} was killed: probably out of memory", Code.KILLED
         ) from None
-    # A process sends its results, the parts of a user error, or the traceback of a bug.
-    if isinstance(result, tuple):
-        raise UserError(*result)
+    # A process sends its result, the parts of a user error, or the traceback of a bug.
     if isinstance(result, str):
-        raise RuntimeError(f"the trial of rank {rank} failed:\n{result}")
-    assert isinstance(result, RankTrial)
-    return result
+        raise RuntimeError(f"the trial of {name} failed:\n{result}")
+    if len(result) > 1:
+        raise UserError(*result)
+    return result[0]
 
 
 def _extended(runs: Mapping[int, RankTrial], layout: Layout) -> ProcessTrial:
@@ -295,6 +333,7 @@ def _extended(runs: Mapping[int, RankTrial], layout: Layout) -> ProcessTrial:
         at=short.at,
         memory=at(lambda run: run.memory),
         flops=sum(at(lambda run: {p: run.flops.get(p, 0) for p in STEP}).values()),
+        operations=sum(at(lambda run: {p: run.operations.get(p, 0) for p in STEP}).values()),
         traffic=[
             Traffic(kind, dims, calls[kind, dims], sizes[kind, dims])
             for kind, dims in sorted(calls)
@@ -364,6 +403,17 @@ def traffic_table(rank: ProcessTrial) -> Table:
     return table
 
 
+def step_table(trial: TrainingTrial) -> Table:
+    """Table of what the first process's CPU does in a step, and of the planner's estimate."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"per step of rank {trial.ranks[0].rank}")
+    for name in ("tried", "plan"):
+        table.add_column(name, justify="right")
+    table.add_row("operations", f"{trial.ranks[0].operations:,.0f}")
+    table.add_row("host, ms, eager", *(f"{1e3 * seconds:,.1f}" for seconds in trial.host))
+    return table
+
+
 def figures(trial: TrainingTrial) -> dict[str, str]:
     """Other results of a trial, shown in one line each."""
     moved = trial.fullest.volume
@@ -391,6 +441,7 @@ def as_json(trial: TrainingTrial, size: float) -> dict[str, Any]:
                 "at": dict(rank.at),
                 "bytes": {**rank.memory, "total": rank.peak},
                 "flops_per_step": rank.flops,
+                "operations_per_step": rank.operations,
                 "volume": rank.volume,
                 "collectives": [asdict(one) for one in rank.traffic],
             }
@@ -398,6 +449,8 @@ def as_json(trial: TrainingTrial, size: float) -> dict[str, Any]:
         ],
         "planned_bytes": {**asdict(trial.estimate), "total": trial.estimate.total},
         "planned_volume": dict(trial.volume),
+        "host_seconds_per_step": trial.host[0],
+        "planned_host_seconds_per_step": trial.host[1],
         "flops_per_step": trial.flops,
         "model_flops_per_step": trial.model_flops,
         "mismatch": trial.mismatch,

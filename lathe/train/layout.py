@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -51,11 +52,45 @@ class Layout:
         """Number of GPUs."""
         return self.data_parallel * self.mp * self.pp
 
-    def layers(self, rank: int, n_layer: int) -> int:
+    def layers(self, rank: int, config: GPTConfig, length: int) -> int:
         """Layers of the `rank`-th GPU of a pipeline, in `virtual_pp` stages."""
-        count = self.pp * self.virtual_pp
-        stages = range(rank, count, self.pp)
-        return sum((i + 1) * n_layer // count - i * n_layer // count for i in stages)
+        sizes = stage_layers(config, length, self.pp, self.virtual_pp)
+        return sum(sizes[rank :: self.pp])
+
+
+def head_layers(config: GPTConfig, length: int) -> float:
+    """FLOPs of the head, in those of a layer; of the mean layer if they differ."""
+    head = 6.0 * config.vocab_size * config.n_embd
+    return head * config.n_layer / (config.flops_per_token(length) - head)
+
+
+def stage_layers(config: GPTConfig, length: int, pp: int, virtual_pp: int) -> tuple[int, ...]:
+    """Number of layers in each stage of a pipeline, first to last.
+
+    The last stage also has the head. It gets fewer layers than the others if the GPU with the most
+    FLOPs then has less to compute; otherwise all stages get the same number, as far as possible.
+    Depends on nothing but the model's shape, the length of sequences and the number of stages, so
+    that a run resumes with the stages that it has had.
+    """
+    return _balanced(config.n_layer, head_layers(config, length), pp, virtual_pp)
+
+
+@cache
+def _balanced(n_layer: int, head: float, pp: int, virtual_pp: int) -> tuple[int, ...]:
+    count = pp * virtual_pp
+    even = tuple((i + 1) * n_layer // count - i * n_layer // count for i in range(count))
+    splits = [even]
+    for last in range(even[-1], 0, -1) if count > 1 else ():
+        each, more = divmod(n_layer - last, count - 1)
+        # The larger stages come last: the first ones keep the most activations.
+        splits.append((each,) * (count - 1 - more) + (each + 1,) * more + (last,))
+
+    def most(sizes: tuple[int, ...]) -> float:
+        loads = [float(sum(sizes[rank::pp])) for rank in range(pp)]
+        loads[-1] += head
+        return max(loads)
+
+    return min(splits, key=most)  # of equals the first, which moves the fewest layers
 
 
 def mesh_shape(settings: DistributedSettings, size: int) -> tuple[int, int, int, int]:

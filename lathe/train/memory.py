@@ -189,7 +189,7 @@ def _rank_memory(
     C, V = config.n_embd, config.vocab_size / layout.mp
     (N, n), (_, stream) = _tokens(recipe, layout), _bytes(recipe)
     is_first, is_last = rank == 0, rank == layout.pp - 1
-    layers = layout.layers(rank, config.n_layer)
+    layers = layout.layers(rank, config, recipe.Data.Train.dataset.max_seq_len)
     table, ends = V * C, _ends(config, layout, is_first, is_last)
     parameters = layers * block.parameters + ends
     state = _state(layers, ends, block, recipe, layout)
@@ -204,11 +204,7 @@ def _rank_memory(
     passed = layers / layout.virtual_pp  # layers that a micro-batch goes through at a time
     kept = in_flight * passed * block.kept
     kept += FLOAT * n * C if is_last else 0  # the last norm's input
-    # torch receives every micro-batch of a step, and every gradient, into a separate buffer; the
-    # interleaved schedule also holds what it sends until the end of the step.
-    stages = layout.pp * layout.virtual_pp
-    links = sum((i > 0) + (i < stages - 1) for i in range(rank, stages, layout.pp))
-    fixed = links * stream * n * C * layout.accumulate_steps * (2 if layout.virtual_pp > 1 else 1)
+    fixed = _pipeline_buffers(rank, stream * n * C, in_flight, layout)
     backward = block.again + block.gradients
 
     def moment(weights: float, gradients: float, activations: float, temporary: float) -> Memory:
@@ -349,6 +345,22 @@ def _head(V: float, C: int, recipe: Recipe, layout: Layout) -> float:
     if half:
         n_chunk = chunk_rows(N, V, NARROW_BLOCKS * CHUNK_ELEMENTS)
     return (FLOAT * rows + half * n_chunk) * V + narrow * n_chunk * C + hidden + table
+
+
+def _pipeline_buffers(rank: int, hidden: float, in_flight: int, layout: Layout) -> float:
+    """What stages receive and send, but for the received hidden states, which the first block keeps
+    anyway.
+
+    The stages keep their outputs of the micro-batches in flight, and for one micro-batch the
+    gradient that they receive and the one that they send. torch's interleaved schedule holds all
+    that it sends until the end of the step.
+    """
+    stages = layout.pp * layout.virtual_pp
+    local_stages = range(rank, stages, layout.pp)
+    links = sum((index > 0) + (index < stages - 1) for index in local_stages)
+    if layout.virtual_pp > 1:
+        return links * hidden * layout.accumulate_steps
+    return (links + in_flight * (rank < layout.pp - 1)) * hidden
 
 
 def _tokens(recipe: Recipe, layout: Layout) -> tuple[int, float]:

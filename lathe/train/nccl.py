@@ -18,20 +18,28 @@ import torch.distributed as dist
 
 log = logging.getLogger("lathe")
 
+TCP = "Socket"  # NCCL's name of it
+RDMA_HINT = (
+    "if the nodes have RDMA devices, request them with Launch.extra_resources "
+    "(docs/how-to/cluster-nodes.md#rdma-between-nodes)"
+)
 FLIGHT_OPERATIONS = 2000  # that it keeps
 DEVICES = Path("/dev/infiniband")
 LOCKED_BYTES = 2**30
 """Memory that RDMA must be able to lock, at least: its buffers are some tens of MB a connection."""
 
 
-def log_network(device: torch.device, rank: int, size: int) -> None:
+def log_network(device: torch.device, rank: int, size: int) -> str | None:
     """Start NCCL, in all processes, and say which network it has chosen; warn if it is TCP between
     nodes, or RDMA without memory that it may lock.
 
     NCCL reads `NCCL_DEBUG` when it starts. If the user has set it, NCCL's own log says everything.
+
+    Returns:
+        NCCL's name of the network, in the first process; None if it is not known.
     """
     if device.type != "cuda" or size == 1 or "NCCL_DEBUG" in os.environ:
-        return
+        return None
     with TemporaryDirectory() as folder:
         said = Path(folder) / "nccl"
         variables = {"DEBUG": "INFO", "DEBUG_SUBSYS": "INIT,NET", "DEBUG_FILE": str(said)}
@@ -41,14 +49,15 @@ def log_network(device: torch.device, rank: int, size: int) -> None:
         for name in variables:
             del os.environ[f"NCCL_{name}"]
         text = said.read_text(encoding="utf-8", errors="replace") if said.is_file() else ""
-    if rank == 0:
-        nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        describe_network(text, nodes, locked if DEVICES.exists() else resource.RLIM_INFINITY)
+    if rank != 0:
+        return None
+    nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return describe_network(text, nodes, locked if DEVICES.exists() else resource.RLIM_INFINITY)
 
 
-def describe_network(text: str, nodes: int, locked: int) -> None:
-    """Log what NCCL's own log says about the network.
+def describe_network(text: str, nodes: int, locked: int) -> str | None:
+    """Log what NCCL's own log says about the network, and return its name; None if it says none.
 
     Args:
         locked: bytes that this process may lock, or RLIM_INFINITY.
@@ -58,16 +67,17 @@ def describe_network(text: str, nodes: int, locked: int) -> None:
     )
     named = re.findall(r"NCCL INFO NET/\S+ : Using(.+)$", text, re.M)
     if not chosen:
-        return
-    network, devices = chosen[-1].strip(), named[-1].strip() if named else "devices not named"
+        return None
+    network: str = chosen[-1].strip()
+    devices = named[-1].strip() if named else "devices not named"
     log.info("NCCL's network between nodes: %s (%s)", network, devices)
     if nodes == 1:
-        return
-    if network == "Socket":
+        return network
+    if network == TCP:
         log.warning(
             "NCCL exchanges data between nodes over TCP, which is several times slower than RDMA: "
-            "if the nodes have RDMA devices, request them with Launch.extra_resources "
-            "(docs/how-to/cluster-nodes.md#rdma-between-nodes)"
+            "%s",
+            RDMA_HINT,
         )
     if locked not in (resource.RLIM_INFINITY, -1) and locked < LOCKED_BYTES:
         log.warning(
@@ -75,6 +85,7 @@ def describe_network(text: str, nodes: int, locked: int) -> None:
             "LimitMEMLOCK=infinity for the nodes' container runtime",
             locked // 2**20,
         )
+    return network
 
 
 @contextmanager

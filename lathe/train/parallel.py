@@ -41,7 +41,7 @@ from lathe.model.lora import LoraLinear
 from lathe.train import float8
 from lathe.train.distill import Guidance, Teacher, distillation_loss
 from lathe.train.float8 import require_float8
-from lathe.train.layout import Layout, configured_layout
+from lathe.train.layout import Layout, configured_layout, stage_layers
 from lathe.train.loss import compute_dtypes, linear_cross_entropy
 from lathe.train.workers import Workers
 from lathe_base.config.settings import Recipe
@@ -210,7 +210,9 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
             "the kernels of a block, as a rule longer than a GPU takes to compute it",
             layout.mp,
         )
-    count = layout.pp * layout.virtual_pp
+    length = recipe.Data.Train.dataset.max_seq_len
+    sizes = stage_layers(model.config, length, layout.pp, layout.virtual_pp)
+    count = len(sizes)
     # On the meta device nothing is allocated: each process cuts out its stages, divides their
     # tensors, and only then gets memory for its own parts (`build_stages`).
     skeleton = copy.deepcopy(model.to("meta"))
@@ -221,7 +223,8 @@ def divide(model: GPT, recipe: Recipe, workers: Workers) -> list[Stage]:
     stages = []
     for index in range(workers.at("pp"), count, layout.pp):
         # Tensor parallelism before FSDP, which shards what that leaves to this process.
-        part = _cut(skeleton, index, count)
+        begin = sum(sizes[:index])
+        part = _cut(skeleton, index, count, range(begin, begin + sizes[index]))
         stage = Stage(part, index, count, recipe, workers)
         if layout.mp > 1:
             _tensor_parallel(stage, workers.mesh["mp"])
@@ -311,12 +314,12 @@ def explain_limit(record: logging.LogRecord) -> bool:
     return False
 
 
-def _cut(skeleton: GPT, index: int, count: int) -> GPT:
-    """A copy with the layers, and embedding or head, of one stage; names stay those of the whole
-    model."""
-    part, n = copy.deepcopy(skeleton), skeleton.config.n_layer
+def _cut(skeleton: GPT, index: int, count: int, layers: range) -> GPT:
+    """A copy with these layers, and the embedding or the head, of one stage; names stay those of
+    the whole model."""
+    part = copy.deepcopy(skeleton)
     blocks = nn.ModuleList()
-    for i in range(index * n // count, (index + 1) * n // count):
+    for i in layers:
         blocks.add_module(str(i), part.blocks[i])
     family, tables = part.config.architecture, part.config.tables
     setattr(part, family.blocks, blocks)

@@ -1,6 +1,7 @@
 """Forward and backward passes of one optimizer step, without or with pipeline parallelism, and the
 averaging of gradients over data-parallel replicas while the last backward pass runs."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     _PipelineSchedule,
 )
-from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from lathe.train.batches import Batch
 from lathe.train.distill import Teacher
@@ -180,17 +181,53 @@ class Passes:
 
 
 class _Link(PipelineStage):
-    """A pipeline's stage that adds up the gradients of its 16-bit copies in float32 after every
-    micro-batch."""
+    """A pipeline's stage that has buffers for the micro-batches in flight only, and adds up the
+    gradients of its 16-bit copies in float32 after every micro-batch.
+
+    torch 2.13 allocates a buffer for the hidden states of every micro-batch of a step, and one for
+    their gradients, and keeps them for the whole training.
+    """
 
     half_weights: HalfWeights | None = None
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(*args, **kwargs)
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self.args_recv_info |= _without_buffers(self.args_recv_info[0], num_microbatches)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info |= _without_buffers(self.grad_recv_info[0], num_microbatches)
+
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
+        for info in recv_infos:
+            if not info.is_root_arg and info.tensor_meta is not None:
+                shape, dtype = info.tensor_meta.shape, info.tensor_meta.dtype
+                info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        return super()._get_recv_ops(recv_infos)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        infos = (self.args_recv_info[bwd_chunk_id], self.grad_recv_info.get(bwd_chunk_id, ()))
+        for info in itertools.chain(*infos):
+            info.buffer = None
         if self.half_weights is not None:
             self.half_weights.collect_gradients(
                 weight for weight in self.submod.parameters() if weight.requires_grad
             )
+
+
+def _without_buffers(
+    infos: tuple[_RecvInfo, ...], num_microbatches: int
+) -> dict[int, tuple[_RecvInfo, ...]]:
+    """What a stage receives of every micro-batch, by that of one."""
+
+    def copied(info: _RecvInfo) -> _RecvInfo:
+        return _RecvInfo(
+            info.input_name, info.source, None, info.tensor_meta, is_root_arg=info.is_root_arg
+        )
+
+    return {index: tuple(map(copied, infos)) for index in range(num_microbatches)}
 
 
 class PipelinePasses:
@@ -212,8 +249,8 @@ class PipelinePasses:
         shards = workers.mesh["mp"].size() if stages[0].sequence_parallel else 1
         T = recipe.Data.Train.dataset.max_seq_len
         pure = recipe.Engine.mix_precision.is_pure
-        # Stages allocate what they receive in advance, by these shapes. With sequence parallelism
-        # they exchange only this process's tokens.
+        # Stages allocate what they receive by these shapes. With sequence parallelism they exchange
+        # only this process's tokens.
         ids = torch.empty(batch.micro, T, dtype=torch.int64, device="meta")
         hidden = torch.empty(
             *(batch.micro, T // shards, stages[0].gpt.config.n_embd),

@@ -112,12 +112,12 @@ def step_time(
     sharding's communication overlaps with compute.
     """
     micro_batches, bubble = layout.accumulate_steps, bubble_share(layout)
-    compute, again = _compute(config, recipe, layout, gpu)
+    ranks = (_compute(rank, config, recipe, layout, gpu) for rank in range(layout.pp))
+    compute, again = max(ranks, key=sum)
     seconds = _seconds(layout, volume(config, recipe, layout), gpus_per_node, gpu)
     waiting = (seconds["mp"] + seconds["pp"]) / micro_batches
     # Where the host takes longer to launch a micro-batch's kernels than the GPU to run them.
-    eager, compiled = HOST_SECONDS["mp" if layout.mp > 1 else "plain"]
-    launching = _max_layers(config, layout) * (compiled if recipe.Engine.compile else eager)
+    launching = launch_seconds(config, recipe, layout, recipe.Engine.compile) / micro_batches
     idle = max(0.0, launching - compute - again - waiting)
     busy = micro_batches * (compute + again + waiting + idle)
     # Sharding's messages hide behind the last micro-batch, or from stage 2 on behind all of them.
@@ -137,14 +137,24 @@ def step_time(
     )
 
 
+def launch_seconds(config: GPTConfig, recipe: Recipe, layout: Layout, is_compiled: bool) -> float:
+    """Seconds per step in which the CPU starts the kernels of the blocks."""
+    eager, compiled = HOST_SECONDS["mp" if layout.mp > 1 else "plain"]
+    blocks = _max_layers(config, recipe, layout) * layout.accumulate_steps
+    return blocks * (compiled if is_compiled else eager)
+
+
 def bubble_share(layout: Layout) -> float:
     """Share of a step in which a pipeline's GPU is idle (the bubble)."""
     idle = layout.pp - 1
     return idle / (layout.virtual_pp * layout.accumulate_steps + idle)
 
 
-def _compute(config: GPTConfig, recipe: Recipe, layout: Layout, gpu: Gpu) -> tuple[float, float]:
-    """Seconds of compute per micro-batch, and of recomputation."""
+def _compute(
+    rank: int, config: GPTConfig, recipe: Recipe, layout: Layout, gpu: Gpu
+) -> tuple[float, float]:
+    """Seconds of compute per micro-batch, and of recomputation, of the GPU at `rank` of a
+    pipeline."""
     T, C = recipe.Data.Train.dataset.max_seq_len, config.n_embd
     head = 6.0 * config.vocab_size * C
     layer = (config.flops_per_token(T) - head) / config.n_layer
@@ -157,7 +167,8 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout, gpu: Gpu) -> tup
         "full_attn": 2.0 * weights + 4.0 * width * T,
         "core_attn": 4.0 * width * T,
     }[layout.recompute]
-    layers = _max_layers(config, layout)
+    layers = layout.layers(rank, config, T)
+    is_last = rank == layout.pp - 1
     dtype = getattr(torch, recipe.Engine.mix_precision.dtype)
     tokens = layout.micro_batch * T / layout.mp  # whose operations this GPU computes
     seconds = tokens / (EFFICIENCY * data_sheet_flops(gpu.device, dtype))  # for every operation
@@ -165,7 +176,7 @@ def _compute(config: GPTConfig, recipe: Recipe, layout: Layout, gpu: Gpu) -> tup
     memory = layers * tokens * moved / (REACHED * gpu.bandwidth)
     repeated = layers * again * seconds + (memory / 3 if layout.recompute == "full" else 0.0)
     gaps = BLOCK_SECONDS * layers
-    return (layers * layer + head) * seconds + memory + gaps, repeated
+    return (layers * layer + head * is_last) * seconds + memory + gaps, repeated
 
 
 def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float]:
@@ -185,7 +196,7 @@ def volume(config: GPTConfig, recipe: Recipe, layout: Layout) -> dict[str, float
         # Fake quantization reads what the norms give, see `lathe.train.parallel`.
         column = _element_bytes(recipe) if recipe.Compress.Quantization.enable else dtype.itemsize
         layer = 2 * ((rows + again) * dtype.itemsize + rows * column) * hidden
-        volumes["mp"] = float(steps * _max_layers(config, layout) * layer)
+        volumes["mp"] = float(steps * _max_layers(config, recipe, layout) * layer)
         # The first stage sums the embeddings too and, if it is also the last stage, the head's
         # gradient of the gathered hidden states.
         learned = config.architecture.positions == "learned"
@@ -220,16 +231,16 @@ def _seconds(
         members = getattr(layout, dim)
         bandwidth = gpu.nvlink
         if dim != "mp":
-            bandwidth = _bandwidth(strides[dim], members, gpus_per_node, gpu)
+            bandwidth = ring_bandwidth(strides[dim], members, gpus_per_node, gpu)
         # To gather or reduce-scatter along a ring; an all-reduce is both.
         seconds[dim] = (members - 1) / members * sizes[dim] / bandwidth
     if "pp" in sizes:
-        bandwidth = _bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node, gpu)
+        bandwidth = ring_bandwidth(layout.gpus // layout.pp, layout.pp, gpus_per_node, gpu)
         seconds["pp"] = sizes["pp"] / min(bandwidth, gpu.nvlink)
     return seconds
 
 
-def _bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float:
+def ring_bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float:
     """Bytes/s around a ring of GPUs whose ranks are `stride` apart: between nodes, it uses the
     network ports of all its members in a node."""
     if stride * members <= gpus_per_node:
@@ -237,8 +248,9 @@ def _bandwidth(stride: int, members: int, gpus_per_node: int, gpu: Gpu) -> float
     return min(gpu.nvlink, gpu.network * max(1, gpus_per_node // stride))
 
 
-def _max_layers(config: GPTConfig, layout: Layout) -> int:
-    return max(layout.layers(rank, config.n_layer) for rank in range(layout.pp))
+def _max_layers(config: GPTConfig, recipe: Recipe, layout: Layout) -> int:
+    length = recipe.Data.Train.dataset.max_seq_len
+    return max(layout.layers(rank, config, length) for rank in range(layout.pp))
 
 
 def _element_bytes(recipe: Recipe) -> int:

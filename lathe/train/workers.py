@@ -48,6 +48,7 @@ class Workers:
             training.
         timeout: of collectives, and of the first process's silence while it works alone.
         store, heartbeats: None in a group of one.
+        network: NCCL's name of its network between nodes, in the first process; None if unknown.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class Workers:
     timeout: timedelta = timedelta(minutes=30)
     store: Store | None = None
     heartbeats: Heartbeats | None = None
+    network: str | None = None
     _turns: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -171,7 +173,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
             # A mesh's groups have their backend's own timeout, of 10 minutes with NCCL.
             for group in dist.distributed_c10d._world.pg_map:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
-            log_network(device, rank, size)
+            network = log_network(device, rank, size)
             heartbeats, poll_store = None, None
             if size > 1:
                 clone = store.clone  # type: ignore[attr-defined]  # which its type lacks
@@ -181,7 +183,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
                 deterministic(device.type == "cuda" and recipe.Engine.deterministic)
             )
             groups = (mesh, replicas, files)
-            yield Workers(rank, size, device, *groups, timeout, poll_store, heartbeats)
+            yield Workers(rank, size, device, *groups, timeout, poll_store, heartbeats, network)
     finally:
         dist.destroy_process_group()
 

@@ -2,12 +2,16 @@
 
     python -m pipelines.cluster.doctor full --gpus 1
 
+With --all-reduce, another pod then starts a TrainJob on two nodes, which measures the bandwidth
+between them.
+
 The pod has the identity, labels, secrets and network of a pipeline's step, and is always deleted.
 The exit status is 1 if a check fails.
 """
 
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -77,6 +81,7 @@ from pipelines.steps.resources import (
 )
 
 PROGRAM = ["python", "-m", "lathe_launch.cluster.doctor"]
+ALL_REDUCE_PROGRAM = ["python", "-m", "lathe_launch.cluster.all_reduce"]
 METADATA = "metadata-grpc-configmap"
 FRESH_MINUTES = 15  # the shortest life of a token that a submission and its checks need
 COLUMNS = 120
@@ -85,6 +90,8 @@ DOCTOR = "lathe-doctor"
 STEP_LABELS = LABELS | {STAGE: "doctor", "workflows.argoproj.io/workflow": DOCTOR}
 POD_SECONDS = 900
 """Seconds after which the pod ends by itself, if it could not be deleted."""
+ALL_REDUCE_SECONDS, ALL_REDUCE_POD_SECONDS = 20.0, 1200
+"""Seconds that an all-reduce is repeated for, and as above, with time to wait for two nodes."""
 SCHEDULING_SECONDS, STARTING_SECONDS, POLL_SECONDS = 30.0, 600.0, 0.5
 LOG_SECONDS = 10.0
 RESTRICTED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -93,6 +100,13 @@ OLD_IMAGE = "if the image is older than this checkout: make images, make push"
 
 FROM_HERE = "`make runs` and `make resume` need it: docs/how-to/cluster-runs.md#results"
 Inside = Annotated[str, typer.Option(help="Address of Pipelines' API within the cluster.")]
+
+AllReduce = Annotated[
+    bool,
+    typer.Option(
+        "--all-reduce", help="Also measure an all-reduce between two nodes, with --gpus on each."
+    ),
+]
 
 
 class NoRoom(StageError):
@@ -109,6 +123,7 @@ class Doctor:
         requests: what the steps' pods request, as the run's first step finds it.
         root: the pipeline root; default: the namespace's.
         inside: address of Pipelines' API within the cluster.
+        measured: the Launch settings of a TrainJob that measures an all-reduce; None for none.
     """
 
     cluster: Cluster
@@ -119,6 +134,7 @@ class Doctor:
     requests: Mapping[str, Any]
     root: str
     inside: str
+    measured: LaunchSettings | None = None
 
     def checks(self) -> list[Check]:
         """What is checked from here, and by a pod."""
@@ -137,6 +153,7 @@ class Doctor:
             Check("runs made in the UI", ui, UI_ACCOUNT, "warning"),
             *capacity_checks(self.cluster, needs, self.pool, self.placement),
             Check("the doctor's pod", self._pod, "kubectl get events"),
+            *([Check("all-reduce", self._all_reduce)] if self.measured else []),
         ]
 
     def _ask_store(self) -> str:
@@ -169,6 +186,18 @@ class Doctor:
         pool = self.pool if gpus else None
         body = step_pod(step_images(self.pipeline), command, pool, self.placement)
         return run_pod(self.cluster, body)
+
+    def _all_reduce(self) -> Iterator[Finding]:
+        """Bandwidth between two nodes, by a TrainJob that a pod without GPUs owns."""
+        assert self.measured is not None
+        command = [*ALL_REDUCE_PROGRAM, f"--seconds={ALL_REDUCE_SECONDS:g}"]
+        command += ["--launch", self.measured.model_dump_json(exclude_unset=True)]
+        images = step_images(self.pipeline)[:1]
+        body = step_pod(images, command, None, self.placement)
+        body["spec"]["activeDeadlineSeconds"] = ALL_REDUCE_POD_SECONDS
+        for finding in run_pod(self.cluster, body):
+            if finding.state != "ok" or not finding.check.startswith("image "):
+                yield finding
 
 
 def _sign_in() -> str:
@@ -280,7 +309,9 @@ def run_pod(cluster: Cluster, body: dict[str, Any]) -> Iterator[Finding]:
         log.start()
         code = _wait_for_end(cluster, name)
         log.finish(LOG_SECONDS)
-        findings = [finding for line in lines if (finding := Finding.of_line(line))]
+        # Those of a TrainJob's workers begin with their rank.
+        texts = (re.sub(r"^\[rank\d+\]:", "", line) for line in lines)
+        findings = [finding for text in texts if (finding := Finding.of_line(text))]
         yield from findings
         if code or not findings:
             said = "\n".join(list(log.tail)[-3:]) or "its log cannot be read"
@@ -384,6 +415,7 @@ def main(
     arguments: dict[str, Any],
     root: Root = "",
     inside: Inside = "http://ml-pipeline.kubeflow.svc:8888",
+    all_reduce: AllReduce = False,
 ) -> None:
     """Check the cluster for a pipeline, with a fix for each problem."""
 
@@ -398,12 +430,15 @@ def main(
         arguments = with_machines(pipeline, arguments)
         variant, pool = choose_variant(pipeline, arguments), Pool.from_arguments(arguments)
         launch, requested = launch_settings(pipeline, arguments)
+        measured = launch if all_reduce else None
         if variant.engine == "paddle" and launch.runtime is None:
             launch = launch.model_copy(update={"runtime": paddle_backend.TRAINJOB_RUNTIME})
         namespace = os.environ.get("LATHE_KFP_NAMESPACE") or KUBEFLOW
         cluster = replace(open_cluster(namespace), role="lathe-doctor")
         built = build(pipeline, variant)
-        doctor = Doctor(cluster, built, pool, variant.placement, launch, requested, root, inside)
+        doctor = Doctor(
+            cluster, built, pool, variant.placement, launch, requested, root, inside, measured
+        )
         print(f"checking namespace {cluster.namespace}, from here and from a pod", flush=True)
         findings = list(run_checks(doctor.checks()))
     wide_console(COLUMNS).print(findings_table(findings))

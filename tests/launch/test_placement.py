@@ -359,3 +359,46 @@ def test_nothing_to_doubt() -> None:
         node_selector={ZONE: "a"}, tolerations=[{"key": "team", "operator": "Exists"}]
     )
     assert doubts(NODES, settings, has_gpus=True) == []
+
+
+def documented(heading: str) -> list[Any]:
+    """The YAML examples of a section of the how-to."""
+    page = (Path(__file__).parents[2] / "docs/how-to/cluster-nodes.md").read_text(encoding="utf-8")
+    section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return [yaml.safe_load(part.partition("\n```")[0]) for part in section.split("```yaml\n")[1:]]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_annotations_of_a_topology_reach_the_pods_of_a_trainjob(in_pod: FakeKubernetes) -> None:
+    recipe, _ = documented("Nodes that are close to each other")
+    settings = LaunchSettings.model_validate(recipe["Launch"]).of_step("pretrain")
+    trainer = play(in_pod, succeed)
+    launch(queue=settings.queue, annotations=settings.annotations)
+    (job,) = trainer.created
+    assert patched(job)["metadata"]["annotations"] == {
+        "kueue.x-k8s.io/podset-required-topology": "nvidia.com/gpu.clique"
+    }
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "lathe"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_runtime_may_keep_pods_in_one_domain(in_pod: FakeKubernetes) -> None:
+    """JobSet labels all pods with its name; the TrainJob's patch, which Trainer merges by key, does
+    not touch what the runtime says of pods."""
+    _, spec = documented("Nodes that are close to each other")
+    runtime(in_pod, **spec)
+    trainer = play(in_pod, succeed)
+    launch(nodes=2, affinity=PLACED["affinity"])
+    (job,) = trainer.created
+    assert set(patched(job)["spec"]["affinity"]) == {"nodeAffinity"}
+    (term,) = spec["affinity"]["podAffinity"][REQUIRED]
+    labels = patched(job)["metadata"]["labels"]
+    assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+    (made,) = in_pod.list(RUNTIMES)
+    (replicated,) = made["spec"]["template"]["spec"]["replicatedJobs"]
+    template = replicated["template"]["spec"]["template"]
+    containers = [{**template["spec"]["containers"][0], "image": "lathe-train"}]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}}
+    kubernetes_validate.validate(
+        pod | {"spec": {**template["spec"], "containers": containers}}, KUBERNETES, strict=True
+    )

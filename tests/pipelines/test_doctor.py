@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 from components.machines import Pool
 from components.plan import plan
 from lathe_base.checks import Finding
+from lathe_base.config.settings import LaunchSettings
 from lathe_base.storage import list_objects, write_text
+from lathe_launch.cluster.all_reduce import two_nodes
 from lathe_launch.cluster.doctor import RIGHTS, pipeline_root
 from pipelines.cluster.capacity import (
     GIB,
@@ -35,7 +37,7 @@ from tests.support import warm
 from tests.support.compiled import pods, tolerations
 from tests.support.fake_kubelet import RUNTIMES, Kubelet, trainer_webhook
 from tests.support.fake_kubernetes import FakeKubernetes
-from tests.support.fake_trainer import Pod, run_command
+from tests.support.fake_trainer import TRAINJOBS, Pod, Trainer, run_command
 from tests.support.launchers import eventually
 from tests.support.rendered import ROOT
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY
@@ -126,6 +128,55 @@ def test_a_cluster_in_order(kfp, cluster, s3):
     assert "a TrainJob of runtime lathe-torch is accepted (dry run)" in found["Trainer"][1]
     assert not cluster.list("pods") and not cluster.list("trainjobs.trainer.kubeflow.org")
     assert [uri.rpartition("/")[2] for uri in list_objects(f"{s3}/runs/")] == ["mine"]
+
+
+def measures(pod: Pod) -> None:
+    """The doctor's first pod finds something, and its second measures an all-reduce."""
+    (run_command if "lathe_launch.cluster.all_reduce" in pod.container["command"] else quick)(pod)
+
+
+def test_an_all_reduce_between_two_nodes(kfp, cluster, monkeypatch):
+    monkeypatch.setattr("pipelines.cluster.doctor.ALL_REDUCE_SECONDS", 0.05)
+    kubelet = play(cluster, measures)
+    trainer = Trainer(cluster, run_command)
+    trainer.start()
+    result = doctor(kfp, "--gpus", "0", "--all-reduce", "-o", "Launch.node_selector={disk: ssd}")
+    state, said = findings(result.output)["all-reduce"]
+    assert state == "ok", result.output
+    assert "GB/s bus bandwidth between 2 processes on 2 nodes (CPU)" in said
+    # The TrainJob was a training's, on two nodes, and belonged to the doctor's pod.
+    (job,) = trainer.created
+    assert job["spec"]["trainer"]["numNodes"] == 2
+    assert job["metadata"]["ownerReferences"][0]["uid"] in kubelet.pods
+    (patch,) = job["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    template = replicated["template"]["spec"]["template"]
+    assert template["spec"]["nodeSelector"] == {"disk": "ssd"}
+    (apart,) = template["spec"]["affinity"]["podAntiAffinity"].popitem()[1]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert apart["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    eventually(lambda: not cluster.list("pods") and not cluster.list(TRAINJOBS))
+
+
+def test_an_all_reduce_stays_in_the_pool():
+    settings = two_nodes(LaunchSettings(gpus_per_node=8, node_pool="gpu", nodes=4))
+    assert (settings.nodes, settings.gpus_per_node) == (2, 8)
+    assert settings.selector(settings.node_pool) == {"lathe/node-pool": "gpu"}
+    assert settings.tolerated(settings.node_pool, True)[0]["key"] == "lathe/node-pool"
+
+
+def test_an_all_reduce_that_fails(kfp, cluster):
+    def fail(pod: Pod) -> None:
+        pod.start()
+        pod.say("error[no-gpu]: torch finds 0 GPUs")
+        pod.end(2)
+
+    play(cluster, measures)
+    Trainer(cluster, fail).start()
+    result = doctor(kfp, "--gpus", "0", "--all-reduce")
+    state, said = findings(result.output)["all-reduce"]
+    assert (result.exit_code, state) == (1, "broken") and "torch finds 0 GPUs" in said
+    eventually(lambda: not cluster.list("pods") and not cluster.list(TRAINJOBS))
 
 
 def test_a_triton_with_known_vulnerabilities_is_reported(triton, kfp, cluster):

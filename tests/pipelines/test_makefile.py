@@ -95,6 +95,8 @@ def test_the_doctor_takes_what_submit_takes():
     assert words[2:] == [
         *("pipelines.cluster.doctor", "qat", "--nodes", "2", "--gpus", "0", "--root", "s3://m/runs")
     ]
+    words = dry_run("GPUS=8", "ALL_REDUCE=1", target="doctor")
+    assert words[2:] == ["pipelines.cluster.doctor", "full", "--gpus", "8", "--all-reduce"]
 
 
 def test_runs_their_reports_and_comparisons():

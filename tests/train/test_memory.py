@@ -69,7 +69,13 @@ TWO = {
     "mp2": (MP,),
     "mp2-sequence-parallel-full": (MP, SP, *recompute("full")),
 }
-PIPELINE = {"pp2": (PP,), "pp2-interleaved": (PP, "Model.virtual_pp_degree=2")}
+MANY = ("Global.micro_batch_size=1", *recompute("full"))  # whose buffers would outweigh the rest
+PIPELINE = {
+    "pp2": (PP,),
+    "pp2-interleaved": (PP, "Model.virtual_pp_degree=2"),
+    "pp2-many": (PP, *MANY),
+    "pp2-many-interleaved": (PP, "Model.virtual_pp_degree=2", *MANY),
+}
 
 # Trains until the first state would be saved and prints the peak of allocated bytes. Collectives of
 # the "fake" group send nothing, so that gloo's copies, which NCCL does not make, are not counted; a

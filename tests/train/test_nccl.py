@@ -43,7 +43,8 @@ def test_the_network_is_named_and_slow_ones_are_a_warning(
     warned: list[str],
 ) -> None:
     caplog.set_level(logging.INFO, "lathe")
-    describe_network(text, nodes, locked)
+    name = describe_network(text, nodes, locked)
+    assert name == (told and told.split()[0])
     infos = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(infos) == (told is not None) and all(str(told) in said for said in infos)

@@ -65,7 +65,7 @@ class Counting(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = Counter[tuple[str, str]]()  # by phase and name
+        self.by_name = Counter[tuple[str, str]]()  # operations by phase and name
         self.reads: list[str] = []
         Counting.last = self
 
@@ -83,11 +83,11 @@ class Counting(Recorder):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is NotImplemented or self._paused or func.namespace in HOST_ONLY:
             return out
-        self.operations[self.phase, func._opname] += not self.NO_KERNEL.fullmatch(func._opname)
+        self.by_name[self.phase, func._opname] += not self.NO_KERNEL.fullmatch(func._opname)
         return out
 
     def count(self, *phases: str) -> int:
-        return sum(n for (phase, _), n in self.operations.items() if phase in phases)
+        return sum(n for (phase, _), n in self.by_name.items() if phase in phases)
 
 
 HOST_ONLY = frozenset({"prim", "profiler"})
@@ -104,4 +104,4 @@ def test_a_step_stays_within_its_budget(case: str, monkeypatch: pytest.MonkeyPat
     seen = Counting.last
     counts = seen.count(STEP[0]), seen.count(*STEP[1:])
     assert not seen.reads
-    assert counts[0] <= passes and counts[1] <= tail, seen.operations.most_common(25)
+    assert counts[0] <= passes and counts[1] <= tail, seen.by_name.most_common(25)
