@@ -259,7 +259,7 @@ def test_layouts_quantize_alike(
     ("setting", "said"),
     [
         (LAYOUTS["sharding2"][2], "PACT cannot be trained"),
-        (INT4, "weights with group scales"),
+        (INT4, "scales of groups or of tokens"),
     ],
 )
 @pytest.mark.slow
