@@ -365,6 +365,7 @@ def main() -> None:
         "blocks, llama.cpp Q4_K_M, importance": theirs("Q4_K_M", True),
         "blocks, llama.cpp IQ4_XS, importance": theirs("IQ4_XS", True),
         "INT8 dynamic": ours("activation_quantize_type=dynamic"),
+        "INT8, a scale per token": ours("activation_quantize_type=token"),
         "INT8 static": ours(int8),
         "INT8 static, rotated": ours(int8, rotates=True),
         "INT4 in groups of 32, embedding in INT8": ours(*int4, "head_format=dynamic_int8"),
