@@ -1,6 +1,5 @@
 """The command that measures the links between the processes of a training."""
 
-import os
 import sys
 from typing import Annotated
 
@@ -33,8 +32,7 @@ def all_reduce(
     if start_workers(sys.argv[1:], settings):
         return
     with join_workers(settings) as workers:
-        nodes = workers.size // int(os.environ.get("LOCAL_WORLD_SIZE", workers.size))
-        result = measure_all_reduce(workers, nodes, seconds)
+        result = measure_all_reduce(workers, seconds)
         if not workers.is_first:
             return
     finding = result.finding()

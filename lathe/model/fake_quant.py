@@ -6,8 +6,7 @@ maximum; weights are symmetric, with one scale per output channel (or per tensor
 weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs, and so have
 activations, computed from each token, as in onnxruntime's `MatMulNBits` (accuracy level 4). INT8
 with a scale per token: the activations of each token have one scale, and weights those of static
-INT8.
-`lathe.model.integer_weights` rounds the weights.
+INT8. `lathe.model.integer_weights` rounds the weights.
 """
 
 import itertools

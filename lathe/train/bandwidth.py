@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lathe.train.nccl import RDMA_HINT, TCP
+from lathe.train.nccl import RDMA_HINT, TCP, node_count
 from lathe.train.speed import known_gpu, ring_bandwidth
 from lathe.train.workers import Workers
 from lathe_base.checks import Finding
@@ -70,7 +70,7 @@ class AllReduce:
         return Finding(CHECK, "ok", said)
 
 
-def measure_all_reduce(workers: Workers, nodes: int, seconds: float) -> AllReduce:
+def measure_all_reduce(workers: Workers, seconds: float) -> AllReduce:
     """Repeat an all-reduce of float32 between all processes for about this many seconds.
 
     Raises:
@@ -101,7 +101,7 @@ def measure_all_reduce(workers: Workers, nodes: int, seconds: float) -> AllReduc
         dist.all_reduce(took, dist.ReduceOp.MAX, workers.files)
         total += took.item()
         calls += CALLS
-    gpu = known_gpu(None) if is_gpu else None
+    gpu, nodes = known_gpu(None) if is_gpu else None, node_count(workers.size)
     return AllReduce(
         processes=workers.size,
         nodes=nodes,

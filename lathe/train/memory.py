@@ -118,10 +118,12 @@ def _block(config: GPTConfig, recipe: Recipe, layout: Layout, adapters: float | 
     )
     if recipe.Compress.Quantization.enable:
         quantization = recipe.Compress.Quantization
-        is_dynamic = quantization.activation_quantize_type in ("dynamic", "token")
-        # With one scale per tensor, a byte an element says what was not clipped.
-        masks = int(quantization.weight_bits == 8 and not is_dynamic)
-        matrix = masks + (
+        # A byte an element says what was not clipped; nothing is by the largest entry of a group
+        # or of a token.
+        kind, is_int8 = quantization.activation_quantize_type, quantization.weight_bits == 8
+        weight_masks = int(is_int8 and kind != "dynamic")
+        masks = int(is_int8 and kind not in ("dynamic", "token"))
+        matrix = weight_masks + (
             0 if _is_autocast(recipe) else narrow
         )  # autocast's copy is the rounded one
         attention += masks * N * (C + W) + narrow * N * W + matrix * attention_matrices

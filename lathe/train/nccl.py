@@ -51,9 +51,14 @@ def log_network(device: torch.device, rank: int, size: int) -> str | None:
         text = said.read_text(encoding="utf-8", errors="replace") if said.is_file() else ""
     if rank != 0:
         return None
-    nodes = size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return describe_network(text, nodes, locked if DEVICES.exists() else resource.RLIM_INFINITY)
+    limit = locked if DEVICES.exists() else resource.RLIM_INFINITY
+    return describe_network(text, node_count(size), limit)
+
+
+def node_count(size: int) -> int:
+    """Number of nodes on which `size` processes run, as their launcher says."""
+    return size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def describe_network(text: str, nodes: int, locked: int) -> str | None:

@@ -71,6 +71,18 @@ def test_adapters_are_planned_for_the_stage_that_trains_them() -> None:
     assert {one.layout.mp for one in make_plan(recipe, 2, 80e9).fitting} == {1}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", ["moving_average_abs_max", "dynamic", "token"])
+def test_the_masks_of_quantization_are_planned(scales: str) -> None:
+    trial = attempt(
+        "Compress.Quantization.enable=True",
+        f"Compress.Quantization.activation_quantize_type={scales}",
+        *("Model.hidden_size=512", "Model.num_layers=8", "Model.num_attention_heads=8"),
+        *("Global.micro_batch_size=2", "Global.local_batch_size=2", "Global.global_batch_size=2"),
+    )
+    assert trial.fullest.peak == pytest.approx(trial.estimate.total, rel=0.02)
+
+
 def test_every_distinct_kind_of_process_is_tried() -> None:
     ranks = list(tried_ranks(recipe_layout("gpt-175b-mp8-pp16", 128)))
     assert {rank // 8 for rank in ranks} == set(range(16))

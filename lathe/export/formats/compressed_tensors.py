@@ -3,8 +3,8 @@
 Weights keep their integers. Static INT8 activations keep their scale, and those with a scale per
 token are rounded by the engine in the same way (W8A8). Activations that Lathe quantizes dynamically
 in groups stay in float (W8A16, W4A16), which the format's engines support, and which is closer to
-the float model. The token embedding and the head are dequantized to float16,
-because engines do not look up integer rows.
+the float model. The token embedding and the head are dequantized to float16, because engines do not
+look up integer rows.
 
 Pruning leaves layers with different numbers of heads and channels, but Hugging Face's classes have
 one number for all layers. The narrower layers get heads and channels of zeros, at the end of what
@@ -270,15 +270,15 @@ def has_zero_points(export_folder: Path) -> bool:
 
 
 def with_float_inputs(model: GPT) -> GPT:
-    """The model as the format's engines compute it: without the rounding of activations that are
-    quantized dynamically in groups; itself if there are none."""
+    """The model as the format's engines compute it: without the rounding of activations that the
+    format keeps in float, those with scales in groups; itself if there are none."""
     plan = model.config.quantization
     if plan is None:
         return model
     linears = {
-        name: replace(fmt, activation=None)
-        if fmt.activation == "dynamic_int8" and fmt.weight.group_size
-        else fmt
+        name: fmt
+        if storage(fmt).compressed_scheme()["input_activations"]
+        else replace(fmt, activation=None)
         for name, fmt in plan.linears.items()
     }
     if linears == plan.linears:

@@ -104,7 +104,7 @@ class QuantizationSettings(Settings):
     for every token and group of `group_size` inputs, as INT4 linears always do, with weight scales
     in the same groups; pretrained models need it, because a few of their tokens have huge
     activations. `token` computes one scale for every token, with a weight scale per output channel:
-    W8A8 as vLLM's integer kernels for GPUs compute it; in Lathe's own server `dynamic` is faster.
+    W8A8 as vLLM's integer kernels for GPUs compute it; onnxruntime has no fused kernel for it.
     `auto` measures the cost of static scales on calibration text; if it is more than
     a tenth of `Gate.max_perplexity_increase`, it makes as many layers dynamic as needed to stay
     within that limit. `none` quantizes only the weights: the file is as small, and computation
