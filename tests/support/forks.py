@@ -200,6 +200,8 @@ class Controller:
         if kind == "idle":
             tests[:] = self._next(connection)
             connection.send(tests)
+        elif kind == "known":  # only now, because the collection was short
+            self._known.extend(value)
         elif kind == "given":
             tests[:] = value
         elif kind == "start":
