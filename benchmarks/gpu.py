@@ -40,6 +40,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from loss import compare
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from train import WARM_UP, Shape, machine, now, overrides, plain_loop, read_steps, write_tokens
@@ -318,6 +319,17 @@ def documents(device: str, folder: Path) -> Iterator[Figures]:
     require(away < 0.1, f"the two differ by {away}")
 
 
+def losses(device: str, folder: Path) -> Iterator[Figures]:
+    """The head's loss and gradients by whole logits, by torch's chunks and by Lathe's."""
+    cuda = device == "cuda"
+    shape = SHAPES[device]["345M"]
+    tokens, dtype = shape.batch * shape.length, torch.bfloat16 if cuda else torch.float32
+    for name, seconds, memory, error in compare(
+        device, dtype, tokens, shape.hidden, shape.vocabulary, 5
+    ):
+        yield {f"{name}: ms": 1e3 * seconds, f"{name}: GB": memory, f"{name}: error": error}
+
+
 def resume(device: str, folder: Path) -> Iterator[Figures]:
     """Check that a run killed after a save resumes bit for bit, eager and compiled."""
     shape = SHAPES[device]["toy"]
@@ -501,6 +513,7 @@ PARTS = {
     ),
     "exact resume": Part(120, resume),
     "documents": Part(30, documents),
+    "losses": Part(60, losses),
     "QAT": Part(120, qat),
     "prune, QAT, GPTQ, evaluate": Part(180, compression),
     "7B by block": Part(120, by_block),

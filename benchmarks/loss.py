@@ -1,86 +1,122 @@
-"""Memory and time of the language model head's loss: whole logits against Lathe's chunks.
+"""The loss of a language model's head and its gradients: Lathe's, torch's and that of whole logits.
 
-    python benchmarks/loss.py [--threads 2] [--rounds 3]
+    python benchmarks/loss.py
+    python benchmarks/loss.py --dtype bfloat16
+    python benchmarks/loss.py --device cuda --dtype bfloat16 --tokens 32768
 
-Forward and backward in float32 with GPT-2's vocabulary and 768 hidden units. Every case runs in a
-separate process: memory is the increase of its peak by the first pass, time the median of others.
+All see the same hidden states, table and targets, in turns. Memory is what a pass allocates at its
+peak beyond these, gradients included; errors are relative to the gradients from whole logits in
+float32.
 """
 
 import argparse
-import json
-import resource
-import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
+from torch.nn import LinearCrossEntropyOptions
+from torch.profiler import ProfilerActivity, profile
 
 from lathe.train.loss import linear_cross_entropy
 
-VOCABULARY, HIDDEN, ROWS = 50304, 768, 8
-LENGTHS = (128, 256, 512, 1024)
-CHILD = "--child"
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
+def whole_logits(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    """What the others save memory for."""
+    logits = F.linear(hidden, table).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-LOSSES = {"plain": plain, "chunked": linear_cross_entropy}
+def by_torch(hidden: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    """torch's own, in chunks that it chooses."""
+    options = LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(hidden.flatten(0, 1), table, targets.flatten(), options=options)
+
+
+LOSSES: dict[str, Loss] = {
+    "whole logits": whole_logits,
+    "torch, in chunks": by_torch,
+    "Lathe": linear_cross_entropy,
+    "Lathe, compiled": lambda h, w, t: linear_cross_entropy(h, w, t, is_compiled=True),
+}
+
+
+def gradients(loss: Loss, hidden: Tensor, table: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss(hidden, table, targets), (hidden, table))
+
+
+def peak_bytes(device: str, run: Callable[[], object]) -> int:
+    """Bytes that a call allocates at its fullest moment."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
+        run()
+    held = most = 0
+    assert watch.profiler is not None
+    for event in sorted(watch.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def compare(
+    device: str, dtype: torch.dtype, tokens: int, width: int, vocabulary: int, rounds: int
+) -> Iterator[tuple[str, float, float, float]]:
+    """Name, best seconds, peak GB and relative error of the gradients of every way."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, tokens, width, generator=generator)
+    table = torch.randn(vocabulary, width, generator=generator) / width**0.5
+    targets = torch.randint(vocabulary, (1, tokens), generator=generator).to(device)
+    hidden, table = (x.to(device, dtype).requires_grad_() for x in (hidden, table))
+    exact = gradients(whole_logits, hidden.float(), table.float(), targets)
+    seconds: dict[str, list[float]] = {name: [] for name in LOSSES}
+    for turn in range(rounds + 1):  # in the first one kernels are compiled
+        for name, loss in LOSSES.items():
+            began = time.perf_counter()
+            gradients(loss, hidden, table, targets)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    for name, loss in LOSSES.items():
+        found = gradients(loss, hidden, table, targets)
+        errors = [
+            float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)
+        ]
+        del found
+
+        def run(loss: Loss = loss) -> object:
+            return gradients(loss, hidden, table, targets)
+
+        yield name, min(seconds[name]), peak_bytes(device, run) / 1e9, max(errors)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=2, help="number of threads")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
-    arguments = parser.parse_args()
-    print(f"torch {torch.__version__}, threads {arguments.threads}, V {VOCABULARY}, C {HIDDEN}")
-    print(f"{'tokens':>10}{'plain':>20}{'chunked':>20}{'memory':>9}{'speed':>8}")
-    for length in LENGTHS:
-        (memory, seconds), (less, faster) = (
-            child(name, length, arguments.threads, arguments.rounds) for name in LOSSES
-        )
-        print(
-            f"{f'{ROWS} x {length}':>10}{memory:9.0f} MB{seconds:6.2f} s{less:11.0f} MB"
-            f"{faster:6.2f} s{memory / less:8.1f}x{seconds / faster:7.2f}x"
-        )
-
-
-def child(name: str, length: int, threads: int, rounds: int) -> tuple[float, float]:
-    """MB and seconds of a pass, measured in a new process."""
-    command = [sys.executable, __file__, CHILD, name, *map(str, (length, threads, rounds))]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    memory, seconds = json.loads(out)
-    return memory, seconds
-
-
-def measure(name: str, length: int, threads: int, rounds: int) -> tuple[float, float]:
-    torch.set_num_threads(threads)
-    hidden = torch.randn(ROWS, length, HIDDEN, requires_grad=True)
-    weight = torch.randn(VOCABULARY, HIDDEN).mul_(0.02).requires_grad_()
-    targets = torch.randint(VOCABULARY, (ROWS, length))
-    before, times = peak_mb(), []
-    for _ in range(rounds + 1):
-        hidden.grad = weight.grad = None
-        started = time.perf_counter()
-        LOSSES[name](hidden, weight, targets).backward()  # type: ignore[no-untyped-call]
-        times.append(time.perf_counter() - started)
-        if len(times) == 1:
-            after = peak_mb()
-    return after - before, statistics.median(times[1:])
-
-
-def peak_mb() -> float:
-    """Peak memory of this process in MB (Linux counts in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=50304)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    sizes = given.tokens, given.width, given.vocabulary, given.rounds
+    table = Table(title=f"{given.tokens} tokens, {given.dtype}, torch {torch.__version__}")
+    for title in ("", "ms", "peak GB", "error"):
+        table.add_column(title, justify="right" if title else "left")
+    for name, seconds, memory, error in compare(given.device, getattr(torch, given.dtype), *sizes):
+        table.add_row(name, f"{1e3 * seconds:,.1f}", f"{memory:.2f}", f"{error:.1e}")
+    Console().print(table)
 
 
 if __name__ == "__main__":
-    if CHILD in sys.argv:
-        _, _, case, *numbers = sys.argv
-        print(json.dumps(measure(case, *map(int, numbers))))
-    else:
-        main()
+    main()

@@ -60,12 +60,13 @@ def gpu(output: Path, *more: str) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.slow
 def test_the_plan_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
-    parts = ("345M, profiled", "gpt-345m", "exact resume", "QAT", "7B by block")
+    parts = ("345M, profiled", "gpt-345m", "exact resume", "losses", "QAT", "7B by block")
     found, _ = gpu(tmp_path / "gpu.json", *(word for part in parts for word in ("--only", part)))
     assert not any("failed" in part for part in found.values())
     assert found["345M, profiled"]["tokens_per_second"] > 0
     assert found["gpt-345m"]["as it is: tokens_per_second"] > 0
     assert found["exact resume"]["eager: same weights"]
+    assert found["losses"]["Lathe: error"] < 1e-5
     assert found["QAT"]["with a teacher: tokens_per_second"] > 0
     assert found["7B by block"]["learned, GB estimated"] > 0
 

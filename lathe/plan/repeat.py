@@ -8,6 +8,7 @@ schedule of the pipeline and its messages run for every micro-batch, and so do t
 stage, which frees what its loss has made.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -85,7 +86,8 @@ class Repeats:
         end_of_forward = self._begin(names)
         y = self.run(x)
         names[self.recorder.key(y)] = OUTPUT
-        self.forwards.append(end_of_forward())
+        forward = end_of_forward()
+        self.forwards.append(forward)
         self.like = torch.empty_like(y, device="meta")
 
         def begin_backward(_: Tensor) -> None:
@@ -94,7 +96,14 @@ class Repeats:
             def end() -> None:
                 if x.grad is not None:
                     names[self.recorder.key(x.grad)] = INPUT_GRADIENT
-                self.backwards.append(end_of_backward())
+                backward = end_of_backward()
+                # What is left are the gradients of 16-bit copies, which are freed as soon as they
+                # have been added to those in float32.
+                left = Counter[int]()
+                for name, size in (*forward.changes, *backward.changes):
+                    left[name] += size
+                backward.changes.extend((name, -left[name]) for name in left if name >= 0)
+                self.backwards.append(backward)
 
             # It runs when the whole backward pass has ended, and the input has its gradient.
             torch.autograd.Variable._execution_engine.queue_callback(end)

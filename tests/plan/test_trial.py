@@ -108,17 +108,32 @@ def test_short_steps_tell_what_a_long_one_takes(monkeypatch: pytest.MonkeyPatch)
         assert one.flops == other.flops
 
 
+PURE = ("Engine.mix_precision.dtype=bfloat16", "Engine.mix_precision.level=O2")
+
+
 @pytest.mark.slow
-def test_repeated_passes_record_what_they_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", [(), PURE], ids=["float32", "16-bit copies"])
+def test_repeated_passes_record_what_they_would_do(
+    precision: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Uses the first of four pipeline stages, with four micro-batches in flight."""
     four = ("Distributed.pp_degree=4", "Model.num_layers=4", "Global.micro_batch_size=1")
-    recipe = load_recipe("tiny", [*SHAPE, *four, "Engine.max_steps=2"])
+    recipe = load_recipe("tiny", [*SHAPE, *four, *precision, "Engine.max_steps=2"])
     (repeated,) = try_ranks(recipe, [0], 4, on_gpu=True)
     monkeypatch.setattr("lathe.plan.repeat.RUN", 100)
     (whole,) = try_ranks(recipe, [0], 4, on_gpu=True)
     assert repeated.memory == whole.memory
     assert repeated.flops == whole.flops
     assert repeated.collectives == whole.collectives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [(), PURE], ids=["float32", "16-bit copies"])
+def test_a_process_makes_the_gradient_of_its_rows_of_a_table(precision: tuple[str, ...]) -> None:
+    first = attempt(MP, PP, "Model.vocab_size=65536", *precision, gpus=4).ranks[0]
+    share = 4 * 65536 * 32 / 2  # of the table, in float32
+    # Weight, two moments, the sum of gradients, and that of a micro-batch; its 16-bit copy.
+    assert first.peak < 5.2 * share
 
 
 @pytest.mark.slow

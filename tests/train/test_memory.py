@@ -94,6 +94,13 @@ from lathe.train.trainer import Trainer
 class Trained(Exception):
     pass
 
+class Alone(dist.HashStore):  # the other process only arrives wherever this one waits for it
+    def clone(self):
+        return self
+
+    def add(self, key, value):
+        return 2
+
 def end(trainer):
     raise Trained
 
@@ -106,7 +113,7 @@ def marked_run(trainer):
 fake, data, runs = json.loads(sys.argv[1])
 Trainer.save, Trainer.run = end, marked_run
 if fake:
-    workers._store = FakeStore
+    workers._store = Alone
     init, new_group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda *_, **__: init("fake", store=FakeStore(), rank=0, world_size=2)
     dist.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})
