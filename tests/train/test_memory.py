@@ -184,7 +184,7 @@ def test_estimate_is_what_torch_allocates(
         # slightly earlier than assumed.
         is_rough = any(word in name for word in ("interleaved", "bfloat16", "llama", "qwen3"))
         tolerance = (
-            0.02 if not is_rough else 0.06 if "Model.architecture" in str(cases[name]) else 0.05
+            0.025 if not is_rough else 0.06 if "Model.architecture" in str(cases[name]) else 0.05
         )
         estimated = estimate(config, recipe, layout).total
         assert estimated == pytest.approx(allocated, rel=tolerance), name
