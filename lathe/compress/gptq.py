@@ -73,7 +73,7 @@ Weights = Mapping[FakeQuantLinear, Tensor]
 
 
 @torch.no_grad()
-def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
+def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0, then_trains: bool = False) -> None:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
     every linear, given the inputs from the rounded ones before it.
 
@@ -82,6 +82,9 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
         steps: of `learn_rounding` for every block, which needs batches of the same length.
+        then_trains: leave 4-bit weights as near to what they were as their integers and scales
+            allow. Training has to move a weight that is an integer times its scale by half a scale
+            before its integer changes.
     """
     model.eval()
     head, device = model.output, batches[0].device
@@ -97,18 +100,21 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
         with on(device, block):
-            linears = learnable(block) if steps else []
-            if not linears:
-                hidden = by_halves(device, block, hidden, partial(_round_half, names, device))
-                continue
-            # The targets are the float block's outputs for the inputs that the rounded model has.
+            linears = learnable(block) if steps or then_trains else []
             before = {linear: linear.weight.clone() for linear in linears}
-            with in_float(block):
-                targets = for_each(device, block, hidden)
-            by_halves(device, block, hidden, partial(_round_half, names, device))
-            texts = torch.cat(hidden)
-            learn_rounding(block, before, texts, torch.cat(targets), steps, device)
-            hidden = for_each(device, block, hidden)
+            if steps and linears:
+                # The targets are the float block's outputs for the rounded model's inputs.
+                with in_float(block):
+                    targets = for_each(device, block, hidden)
+                by_halves(device, block, hidden, partial(_round_half, names, device))
+                texts = torch.cat(hidden)
+                learn_rounding(block, before, texts, torch.cat(targets), steps, device)
+                hidden = for_each(device, block, hidden)
+            else:
+                hidden = by_halves(device, block, hidden, partial(_round_half, names, device))
+            if then_trains:
+                for linear, weight in before.items():
+                    linear.weight.copy_(_Latent(linear, weight).unrounded())
 
 
 def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
@@ -371,6 +377,7 @@ class _Latent(QuantizedWeight):
     def __init__(self, linear: FakeQuantLinear, before: Tensor) -> None:
         super().__init__(linear.quantized.fmt)
         self.low, self.high = self.fmt.range
+        self.n_inputs = before.shape[1]
         self.scale, self.zero = weight_rounding(self.fmt).grid(linear.weight)
         groups = split(linear.weight, self.fmt.group_size)
         rounded = (groups / self.scale).round() + self.zero
@@ -394,7 +401,13 @@ class _Latent(QuantizedWeight):
         rounded: Tensor = _Round.apply(self.integers)  # type: ignore[no-untyped-call]
         levels = torch.where(self.pinned, self.pins, rounded) - self.zero
         values = levels * (self.scale * (1 + self.change))
-        return values.flatten(-2)[:, : weight.shape[1]]
+        return values.flatten(-2)[:, : self.n_inputs]
+
+    @torch.no_grad()
+    def unrounded(self) -> Tensor:
+        """The weight (O, I) before its integers are rounded."""
+        levels = torch.where(self.pinned, self.pins, self.integers) - self.zero
+        return (levels * self.scale).flatten(-2)[:, : self.n_inputs]
 
     @torch.no_grad()
     def clamp(self) -> None:

@@ -312,7 +312,8 @@ class Expectation:
         for name, fmt in self.plan(config).linears.items():
             groups = fmt.weight.group_size
             # Scales as float32, as in the graph; of whole rows they are few.
-            size = fmt.weight.bits / 8 + (4 / groups if groups else 0)
+            of_group = 4 + (fmt.weight.bits / 8 if fmt.weight.zero_points else 0)
+            size = fmt.weight.bits / 8 + (of_group / groups if groups else 0)
             saved += (1 - size / 4) * sizes[name]
         return 1 - saved / config.n_params
 

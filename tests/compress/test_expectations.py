@@ -52,6 +52,8 @@ def test_bytes_are_those_of_the_stored_integers_scales_and_floats(
             total += 4 * stored.numel()
         else:
             total += stored.values.numel() * stored.bits / 8 + 4 * stored.scales.numel()
+            if stored.zero_points is not None:
+                total += stored.zero_points.numel() * stored.bits / 8
     assert known.share(config) == pytest.approx(total / (4 * config.n_params), abs=1e-3)
 
 

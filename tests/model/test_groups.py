@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lathe.model.fake_quant import RoundGroups, round_activation
-from lathe.model.integer_weights import fake_quantize_weight, integer_weight
+from lathe.model.integer_weights import (
+    Grid,
+    fake_quantize_weight,
+    integer_weight,
+    split,
+    weight_rounding,
+)
 from lathe.model.quantization import LinearFormat, WeightFormat
 from lathe_base.config.settings.types import Bits
 
@@ -131,3 +137,29 @@ def test_gradients_pass_straight_through() -> None:
     assert weight.grad is not None and x.grad is not None
     torch.testing.assert_close(weight.grad, round_activation(x, 32).sum(0).expand(4, -1))
     torch.testing.assert_close(x.grad, fake_quantize_weight(weight, INT4).sum(0).expand(3, -1))
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_scales_have_gradients(zero_points: bool) -> None:
+    """By autograd, if rounding adds a constant to weight / scale (Esser et al. 2020, LSQ)."""
+    fmt, n_in = WeightFormat.grouped(32, 4, zero_points), 90
+    weight = normal(6, n_in)
+    weight[0, :64], weight[1], weight[2] = 0, weight[1].abs(), -weight[2].abs()
+    ours, theirs = (weight.clone().requires_grad_() for _ in range(2))
+    fake_quantize_weight(ours, fmt).backward(normal(6, n_in, seed=1))
+
+    kind = weight_rounding(fmt)
+    scale, zero = kind.grid(weight)
+    groups = split(theirs, 32)
+    if zero_points:
+        made_of = groups.amax(-1, True).clamp(min=0) - groups.amin(-1, True).clamp(max=0)
+        made_of = made_of / 15
+    else:
+        made_of = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+    differentiable = scale + (made_of - made_of.detach())  # with the value of the stored scale
+    integers = kind.round(weight, Grid(scale, zero)) - zero
+    added = (integers - groups / scale).detach()
+    values = (groups + added * differentiable).flatten(1)[:, :n_in]
+    values.backward(normal(6, n_in, seed=1))
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad, theirs.grad)

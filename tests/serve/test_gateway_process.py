@@ -77,8 +77,8 @@ def detached(repository: Path, folder: Path) -> ServerState:
     return state
 
 
-def until_health(state: ServerState, status: int) -> None:
-    deadline = time.monotonic() + 60
+def until_health(state: ServerState, status: int, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
     url = f"{state.openai}".removesuffix("v1") + "health"
     while requests.get(url, timeout=30).status_code != status:
         assert time.monotonic() < deadline

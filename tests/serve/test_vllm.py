@@ -1,8 +1,11 @@
 """The runtime `vllm` behind a real Triton and the gateway: deployed, asked, and rolled back."""
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +30,10 @@ from lathe_serving import state as serve_state
 from lathe_serving.environment import VLLM_VARIABLE, ServeEnvironment, with_vllm
 from lathe_serving.repository import served_runtimes, write_repository
 from lathe_serving.server import ANY_PORTS
+from tests.serve.test_gateway_process import until_health
 from tests.support import environments
 from tests.support.errors import raises
+from tests.support.processes import processes
 from tests.support.small_export import make_model, save
 
 MODEL = GPTConfig(384, 256, 128, 32, (4, 2, 3), (96, 40, 64))  # as after pruning
@@ -148,6 +153,39 @@ def test_the_gateway_is_the_same_in_front_of_vllm(openai: OpenAI, exports: Expor
     assert cached == [0, 128]
     made = ask(model="gpt", prompt="hello", max_tokens=200, extra_body=forced)
     assert list(json.loads(made.choices[0].text)) == ["a"]
+
+
+def group(leader: int) -> set[int]:
+    """The live processes of a process group."""
+    members = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has gone meanwhile
+            state, _, of_group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(of_group) == leader and state != "Z":
+                members.add(int(path.parent.name))
+    return members
+
+
+@pytest.mark.slow
+def test_vllm_ends_with_a_killed_backend_and_both_start_again(deployed: DeployResult) -> None:
+    before = serve_state.find()
+    assert before is not None
+    stubs = processes(before.shared_memory)
+    (stub,) = (
+        pid
+        for pid, line in stubs.items()
+        if "backend_stub" in line.split()[0] and "/gpt/1/" in line
+    )
+    members = group(before.server.pid)
+    assert len(members - stubs.keys()) >= 2  # the server, and vLLM's engine
+    os.kill(stub, signal.SIGKILL)
+    until_health(before, 503)
+    until_health(before, 200, seconds=240)
+    assert not members & group(before.server.pid)
+    again = serve_state.find()
+    assert again is not None and again.restarts == 1
+    client = OpenAI(base_url=again.openai, api_key="none", max_retries=0)
+    assert client.completions.create(model="gpt", prompt="hello", max_tokens=4).choices[0].text
 
 
 @pytest.mark.slow
