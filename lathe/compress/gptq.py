@@ -406,6 +406,7 @@ class _Latent(QuantizedWeight):
     @torch.no_grad()
     def unrounded(self) -> Tensor:
         """The weight (O, I) before its integers are rounded."""
+        self.clamp()  # or other entries would exceed those that determine scales
         levels = torch.where(self.pinned, self.pins, self.integers) - self.zero
         return (levels * self.scale).flatten(-2)[:, : self.n_inputs]
 

@@ -135,7 +135,14 @@ def test_gradients_pass_straight_through() -> None:
     weight, x = normal(4, 80).requires_grad_(), normal(3, 80).requires_grad_()
     (RoundGroups(32)(x) @ fake_quantize_weight(weight, INT4).T).sum().backward()
     assert weight.grad is not None and x.grad is not None
-    torch.testing.assert_close(weight.grad, round_activation(x, 32).sum(0).expand(4, -1))
+    apart = (weight.grad - round_activation(x, 32).sum(0)).abs() > 1e-5
+    # Only the entries that scales are computed from have another gradient, that of the scale.
+    extremes = [
+        group.abs().argmax(1) + begin
+        for begin, group in zip((0, 32, 64), weight.split(32, 1), strict=True)
+    ]
+    for row, columns in zip(apart, torch.stack(extremes, 1), strict=True):
+        assert set(row.nonzero()[:, 0].tolist()) <= set(columns.tolist())
     torch.testing.assert_close(x.grad, fake_quantize_weight(weight, INT4).sum(0).expand(3, -1))
 
 
