@@ -54,6 +54,12 @@ FEWEST_BYTES = (
     "bytes, including scales, whose predicted cost is at most Sensitivity.budget; if there is "
     "none, the one with the lowest cost"
 )
+LOWEST_COST = (
+    "the costs of individual linears are assumed to be additive; of all ways to assign one of the "
+    "formats or, to at most Sensitivity.max_skips, float to every linear, the one with the lowest "
+    "predicted cost whose weights, with scales of 32 bits, have at most "
+    "Sensitivity.bits_per_weight bits on average"
+)
 Matrix = NDArray[np.float64]  # of (linears, formats)
 Target = Literal["bytes", "loss"]
 
@@ -185,16 +191,22 @@ def choose(
     exceeded.
 
     Negative scores are noise, not gains, and count as zero.
+
+    Raises:
+        UserError: no choice has as few bits as `Sensitivity.bits_per_weight`.
     """
-    if len(forms) > 1:
-        costs = {x.name: [x.scores[fmt] for fmt in forms] for x in ranked}
+    bits = settings.bits_per_weight
+    if len(forms) > 1 or bits is not None:
+        costs = {x.name: [x.scores.get(fmt, x.score) for fmt in forms] for x in ranked}
         sizes = {x.name: x.n_params for x in ranked}
-        limits = settings.budget, settings.max_skips
-        choice = FormatChoice(
-            *choose_formats(costs, forms, sizes, group_size, *limits), FEWEST_BYTES
-        )
+        max_bytes = None if bits is None else bits / 8 * sum(sizes.values())
+        limits = settings.budget, settings.max_skips, max_bytes
+        chosen, predicted = choose_formats(costs, forms, sizes, group_size, *limits)
+        choice = FormatChoice(chosen, predicted, FEWEST_BYTES if bits is None else LOWEST_COST)
     else:
         choice = choose_skips(ranked, forms[0], settings)
+    if bits is not None:
+        return choice
     if choice.predicted > settings.budget:
         log.warning(
             "predicted cost of quantization %.2g is above Sensitivity.budget %.2g, with "
@@ -233,8 +245,10 @@ def choose_formats(
     group_size: int,
     budget: float,
     max_float: int,
+    max_bytes: float | None = None,
 ) -> tuple[dict[str, Format], float]:
-    """Apply the rule `FEWEST_BYTES`: an integer program with a 0 or 1 for each linear and format.
+    """Apply the rule `FEWEST_BYTES` or, with `max_bytes`, `LOWEST_COST`: an integer program with a
+    0 or 1 for each linear and format.
 
     Args:
         costs_by_linear: by linear, in each of `forms`; float costs nothing.
@@ -242,6 +256,9 @@ def choose_formats(
 
     Returns:
         The format of every linear, and the total cost.
+
+    Raises:
+        UserError: all choices have more than `max_bytes`.
     """
     forms = [*forms, "float"]
     names, n = list(costs_by_linear), len(forms)
@@ -270,11 +287,23 @@ def choose_formats(
         )
         return None if solution.x is None else solution.x.reshape(goal.shape)
 
-    size = n_bytes / n_bytes.max()
-    chosen = solve(size, *limits, within)
-    if chosen is None:
-        # The budget cannot be met: the lowest cost, and of equal ones the fewest bytes.
-        chosen = solve(costs / costs.max() + 1e-6 * size, *limits)
+    # Of equal costs the fewest bytes.
+    size, cheapest = n_bytes / n_bytes.max(), costs / (costs.max() or 1.0)
+    if max_bytes is not None:
+        small = scipy.optimize.LinearConstraint(n_bytes.ravel() / max_bytes, 0, 1)
+        chosen = solve(cheapest + 1e-6 * size, *limits, small)
+        if chosen is None:
+            least = 8 * n_bytes.min(1).sum() / sum(sizes.values())
+            raise UserError(
+                f"Sensitivity.bits_per_weight is {8 * max_bytes / sum(sizes.values()):g}, but the "
+                f"smallest formats have {least:.3g}",
+                "allow more, or smaller formats, such as Compress.Quantization.weight_bits=4",
+                Code.INVALID_VALUE,
+            )
+    else:
+        chosen = solve(size, *limits, within)
+        if chosen is None:  # the budget cannot be met
+            chosen = solve(cheapest + 1e-6 * size, *limits)
     assert chosen is not None
     taken = chosen.argmax(1)
     predicted = math.fsum(costs[np.arange(len(names)), taken])

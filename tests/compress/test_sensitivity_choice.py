@@ -12,6 +12,8 @@ from lathe.compress.plan import bytes_per_weight, choose, choose_skips
 from lathe.compress.sensitivity.result import Distribution, LinearScore
 from lathe_base.config.settings import SensitivitySettings
 from lathe_base.config.settings.types import Format
+from lathe_base.errors import Code
+from tests.support.errors import raises
 
 FLAT = Distribution(-1, -0.5, 0, 0.5, 1, 1, None, None)
 
@@ -116,3 +118,15 @@ def test_formats_take_the_fewest_bytes_within_the_budget(
         assert cost <= settings.budget and n_bytes == pytest.approx(min(within))
     else:
         assert cost == pytest.approx(min(possible)[0], abs=1e-6)
+
+    # The other way round: as many bits as one of the choices has.
+    limit = sorted(possible, key=lambda x: x[1])[budget % len(possible)][1] * (1 + 1e-9)
+    bits = 8 * limit / sum(x.n_params for x in ranked)
+    settings = settings.model_copy(update={"bits_per_weight": bits})
+    cost, n_bytes = figures(list(choose(ranked, forms, settings, 64).formats.values()))
+    assert n_bytes <= limit * (1 + 1e-6)
+    assert cost == pytest.approx(min(c for c, size in possible if size <= limit), abs=1e-5)
+    least = min(size for _, size in possible)
+    settings = settings.model_copy(update={"bits_per_weight": 0.99 * bits * least / limit})
+    with raises(Code.INVALID_VALUE, "Sensitivity.bits_per_weight"):
+        choose(ranked, forms, settings, 64)

@@ -219,7 +219,7 @@ def rank(
         skip=[*choice.skip, *subject.float_already],
         formats={} if is_qat else choice.quantized,
         rule=choice.rule,
-        budget=settings.budget,
+        budget=settings.budget if settings.bits_per_weight is None else None,
         predicted=choice.predicted,
         rank_correlation=None if settings.mode == "fisher" else _spearman(linears),
         engine=subject.engine,

@@ -162,7 +162,7 @@ class SensitivityResult:
     linears: list[LinearScore]
     skip: list[str]
     rule: str
-    budget: float
+    budget: float | None
     predicted: float
     rank_correlation: float | None
     engine: str = "torch"

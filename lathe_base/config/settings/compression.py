@@ -257,6 +257,10 @@ class SensitivitySettings(Settings):
     `metric`: nats per token, or next-token accuracy from 0 to 1."""
     max_skips: NonNegative = 7
     """Maximum number of linear layers to keep in float."""
+    bits_per_weight: Annotated[float, Field(gt=0)] | None = None
+    """Instead of `budget`: average number of bits that a weight of the analyzed layers may have,
+    with scales of 32 bits, as in ONNX, and without zero points. The formats with the lowest
+    predicted cost that keep to it are chosen."""
 
     @model_validator(mode="after")
     def _fisher_estimates_nats(self) -> "SensitivitySettings":
