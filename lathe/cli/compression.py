@@ -62,8 +62,9 @@ def analyze(
     Sensitivity.mode ptq (the default) quantizes one layer at a time, qat returns one layer at a
     time of a quantized MODEL to float, fisher estimates all at once from gradients.
     Sensitivity.metric is the unit of the cost: loss, kl or accuracy. It keeps as few layers in
-    float as possible while the predicted cost of the others stays within Sensitivity.budget.
-    Charts are in sensitivity.html.
+    float as possible while the predicted cost of the others stays within Sensitivity.budget; with
+    Sensitivity.bits_per_weight, it finds the best mix of formats of that size. Charts are in
+    sensitivity.html.
     """
     settings = load(recipe, override)
     from lathe import backends
