@@ -374,7 +374,7 @@ class _Table(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Embedding)
-        super()._apply(module, device_mesh)  # type: ignore[no-untyped-call]
+        super()._apply(module, device_mesh)
         shape, placements = module.weight.shape, [Shard(0)]
         _, (first, _) = compute_local_shape_and_global_offset(shape, device_mesh, placements)
 
