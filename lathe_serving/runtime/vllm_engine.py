@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
@@ -61,6 +62,13 @@ ENVIRONMENT = {
     "VLLM_CPU_INT4_W4A8": "0",  # or it rounds the inputs of INT4 weights, which are in float
 }
 """How vLLM is set up where the environment does not say otherwise."""
+
+
+def folder_for_sockets() -> TemporaryDirectory[str]:
+    """A folder for the sockets between vLLM's processes, which vLLM itself leaves behind."""
+    folder = TemporaryDirectory(prefix="lathe-vllm-")
+    os.environ["VLLM_RPC_BASE_PATH"] = folder.name
+    return folder
 
 
 def cpu_settings(model: Path, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
@@ -143,6 +151,7 @@ class VLLMEngine(CheckedBackend):
             os.environ.setdefault(name, value)
         if threads:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        self._sockets = folder_for_sockets()
         # torch reads its own files in the locale's encoding; Triton's stub sets no locale.
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         try:
@@ -328,6 +337,7 @@ class VLLMEngine(CheckedBackend):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._sockets.cleanup()
 
     async def _look_for_ends(self) -> None:
         """End the requests that are cancelled or have timed out."""

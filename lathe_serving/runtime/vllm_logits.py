@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lathe_base.errors import UserError
-from lathe_serving.runtime.vllm_engine import ENVIRONMENT, cpu_settings
+from lathe_serving.runtime.vllm_engine import ENVIRONMENT, cpu_settings, folder_for_sockets
 
 
 class LogitsRecorder:
@@ -47,6 +47,7 @@ class VLLM:
     """A model in vLLM, set up as in `VLLMEngine`."""
 
     def __init__(self, folder: str) -> None:
+        self._sockets = folder_for_sockets()
         import vllm
         from vllm.platforms import current_platform
 
