@@ -73,7 +73,7 @@ Weights = Mapping[FakeQuantLinear, Tensor]
 
 
 @torch.no_grad()
-def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0, then_trains: bool = False) -> None:
+def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
     every linear, given the inputs from the rounded ones before it.
 
@@ -82,9 +82,6 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0, then_trains: boo
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
         steps: of `learn_rounding` for every block, which needs batches of the same length.
-        then_trains: leave 4-bit weights as near to what they were as their integers and scales
-            allow. Training has to move a weight that is an integer times its scale by half a scale
-            before its integer changes.
     """
     model.eval()
     head, device = model.output, batches[0].device
@@ -100,21 +97,18 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0, then_trains: boo
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
         with on(device, block):
-            linears = learnable(block) if steps or then_trains else []
-            before = {linear: linear.weight.clone() for linear in linears}
-            if steps and linears:
-                # The targets are the float block's outputs for the rounded model's inputs.
-                with in_float(block):
-                    targets = for_each(device, block, hidden)
-                by_halves(device, block, hidden, partial(_round_half, names, device))
-                texts = torch.cat(hidden)
-                learn_rounding(block, before, texts, torch.cat(targets), steps, device)
-                hidden = for_each(device, block, hidden)
-            else:
+            linears = learnable(block) if steps else []
+            if not linears:
                 hidden = by_halves(device, block, hidden, partial(_round_half, names, device))
-            if then_trains:
-                for linear, weight in before.items():
-                    linear.weight.copy_(_Latent(linear, weight).unrounded())
+                continue
+            # The targets are the float block's outputs for the inputs that the rounded model has.
+            before = {linear: linear.weight.clone() for linear in linears}
+            with in_float(block):
+                targets = for_each(device, block, hidden)
+            by_halves(device, block, hidden, partial(_round_half, names, device))
+            texts = torch.cat(hidden)
+            learn_rounding(block, before, texts, torch.cat(targets), steps, device)
+            hidden = for_each(device, block, hidden)
 
 
 def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
@@ -377,7 +371,6 @@ class _Latent(QuantizedWeight):
     def __init__(self, linear: FakeQuantLinear, before: Tensor) -> None:
         super().__init__(linear.quantized.fmt)
         self.low, self.high = self.fmt.range
-        self.n_inputs = before.shape[1]
         self.scale, self.zero = weight_rounding(self.fmt).grid(linear.weight)
         groups = split(linear.weight, self.fmt.group_size)
         rounded = (groups / self.scale).round() + self.zero
@@ -401,14 +394,7 @@ class _Latent(QuantizedWeight):
         rounded: Tensor = _Round.apply(self.integers)  # type: ignore[no-untyped-call]
         levels = torch.where(self.pinned, self.pins, rounded) - self.zero
         values = levels * (self.scale * (1 + self.change))
-        return values.flatten(-2)[:, : self.n_inputs]
-
-    @torch.no_grad()
-    def unrounded(self) -> Tensor:
-        """The weight (O, I) before its integers are rounded."""
-        self.clamp()  # or other entries would exceed those that determine scales
-        levels = torch.where(self.pinned, self.pins, self.integers) - self.zero
-        return (levels * self.scale).flatten(-2)[:, : self.n_inputs]
+        return values.flatten(-2)[:, : weight.shape[1]]
 
     @torch.no_grad()
     def clamp(self) -> None:

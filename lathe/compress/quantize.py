@@ -121,8 +121,7 @@ def quantize(
             device, _ = device_with_room(recipe, workers.device, "GPTQ", {BY_BLOCK: needed})
             read = [part.to(device) for part in text_for_gptq]
             # Rounding is learned, and other processes might learn it with other rounding errors.
-            trains = recipe.Engine.max_steps != 0
-            workers.agree(lambda: gptq(trainable, read, settings.learned_steps, trains))
+            workers.agree(lambda: gptq(trainable, read, settings.learned_steps))
             workers.share(trainable.parameters())
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(

@@ -137,12 +137,6 @@ class GroupRounding(RowRounding):
     def storable(self, scale: Tensor) -> Tensor:
         return scale.clamp(-MAX_SCALE, MAX_SCALE).half().to(scale.dtype)
 
-    def by_extremes(self, groups: Tensor, of_scale: Tensor) -> Tensor:
-        """The gradient (O, G, size) of the entries that a group's scale is computed from, given
-        that of the scale (O, G, 1)."""
-        extreme = groups.abs().argmax(-1, keepdim=True)
-        return torch.zeros_like(groups).scatter_(-1, extreme, of_scale / self.fmt.range[0])
-
     def exceeds_scales(self, weight: Tensor) -> bool:
         return float(weight.detach().abs().max()) > -self.fmt.range[0] * self.max_scale
 
@@ -190,14 +184,6 @@ class ZeroPointRounding(GroupRounding):
         zero_point = (low - lowest / scale).round_().clamp_(low, high)
         return Grid(scale.to(weight.dtype), zero_point.to(weight.dtype))
 
-    def by_extremes(self, groups: Tensor, of_scale: Tensor) -> Tensor:
-        each, total = of_scale / (self.fmt.range[1] - self.fmt.range[0]), torch.zeros_like(groups)
-        # A group without negative entries begins at zero, whatever its lowest one is.
-        for index, sign in ((groups.argmin(-1, True), -1), (groups.argmax(-1, True), 1)):
-            is_extreme = groups.gather(-1, index) * sign > 0
-            total.scatter_add_(-1, index, torch.where(is_extreme, sign * each, 0))
-        return total
-
     def storable(self, scale: Tensor) -> Tensor:
         # Of positive floats, rounding the bits to nearest rounds the number.
         bits = scale.float().clamp(max=self.max_scale).view(torch.int32)
@@ -244,21 +230,12 @@ class _RoundGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, kind: GroupRounding) -> Tensor:
         grid = kind.grid(weight)
-        ctx.kind = kind
-        ctx.save_for_backward(weight)
         values = kind.round(weight, grid).sub_(grid.zero_point).mul_(grid.scale)
         return values.flatten(-2)[:, : weight.shape[1]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,), kind = ctx.saved_tensors, ctx.kind
-        grid, gradient = kind.grid(weight), split(grads[0], kind.fmt.group_size)
-        groups = split(weight, kind.fmt.group_size)
-        # The slope of a rounded value by its scale, if rounding adds a constant to w / scale.
-        slope = kind.round(weight, grid).sub_(grid.zero_point).sub_(groups / grid.scale)
-        of_scale = (gradient * slope).sum(-1, keepdim=True)
-        total = gradient + kind.by_extremes(groups, of_scale)
-        return total.flatten(-2)[:, : weight.shape[1]], None
+        return grads[0], None
 
 
 class _RoundToLevels(torch.autograd.Function):

@@ -91,26 +91,6 @@ def test_rounding_again_changes_nothing(size: int, zero_points: bool) -> None:
     torch.testing.assert_close(fake_quantize_weight(learned, fmt), learned, rtol=0, atol=0)
 
 
-@FAMILIES
-@pytest.mark.parametrize("steps", [0, 2])
-def test_training_starts_at_gptqs_integers_but_nearer_to_the_float_weights(
-    family: Architecture, steps: int
-) -> None:
-    before, rounded, start = (quantized(family) for _ in range(3))
-    gptq(rounded, tokens(1), steps)
-    gptq(start, tokens(1), steps, then_trains=True)
-    text = tokens(2)[0]
-    with torch.no_grad():
-        assert torch.equal(start(text), rounded(text))
-    float_weights, grid_points = before.state_dict(), rounded.state_dict()
-    moved = 0
-    for name, weight in start.state_dict().items():
-        away = (weight - float_weights[name]).abs().sum()
-        assert away <= (grid_points[name] - float_weights[name]).abs().sum() + 1e-6, name
-        moved += not torch.equal(weight, grid_points[name])
-    assert moved > 4
-
-
 def test_what_does_not_help_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [quantized(LLAMA), quantized(LLAMA)]
     gptq(models[0], tokens(1))
