@@ -16,10 +16,10 @@ with other weights: the norms' gains are folded into the linears, and the residu
 rotated by a small random rotation exp(strength * A), with the output layer untied. `--strength 0`
 measures the file's own weights.
 
-Rows named `blocks` quantize the linears of the blocks only, as the literature does, and all read
-the same calibration text, of novels, unless they say that it is of WikiText's validation set; llama.cpp's rows are quantized by its library, with an importance matrix
-where they say so, and read back. KL is in nats per token, from the reference. Finished rows are
-reused.
+Rows named `blocks` quantize the linears of the blocks only, as the literature does. All rows read
+the same calibration text, of novels, unless they say that it is of WikiText's validation set.
+llama.cpp's rows are quantized by its library, with an importance matrix where they say so, and
+read back. KL is in nats per token, from the reference. Finished rows are reused.
 
 `--peers autoround=PYTHON llmcompressor-awq-gptq=PYTHON ...` adds rows of other projects, each run
 by the Python of an environment that has it (`quality_peers.py`), on the text that GPTQ reads.
@@ -44,6 +44,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lathe.compress.quantize import gptq_text, quantize
+from lathe.compress.sensitivity.analyze import analyze
 from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
@@ -326,6 +327,10 @@ def main() -> None:
     passages.write_text("".join(lines[: given.passages]), encoding="utf-8")
     text = Text(reference, given.text.read_text(encoding="utf-8"), given.windows, given.length)
 
+    weights = "activation_quantize_type=none", "weight_bits=4", "quantize_embedding=False"
+    zeros = ("zero_points=True",)
+    group32 = [f"Compress.Quantization.{x}" for x in (*weights, *zeros, "group_size=32")]
+
     def ours(
         *overrides: str, rotates: bool = False, data: Path = given.data
     ) -> Callable[[Path], Path]:
@@ -339,6 +344,28 @@ def main() -> None:
 
         return make
 
+    def mixed(data: Path) -> Callable[[Path], Path]:
+        """INT4 with zero points, and 8-bit weights where they pay, as large as Q4_K_M."""
+        settings = recipe(*group32, "Sensitivity.bits_per_weight=5.95", "Sensitivity.max_skips=0")
+
+        def make(folder: Path) -> Path:
+            analysis = folder.with_name("analysis")
+            analyze(settings, reference, data, analysis)
+            return quantize(settings, reference, data, folder, analysis).folder
+
+        return make
+
+    def trained(data: Path) -> Callable[[Path], Path]:
+        """INT4 with zero points, then 60 steps of 2,048 tokens, the float model as teacher."""
+        settings = recipe(
+            *group32,
+            *("Compress.Quantization.rounding=gptq", "Engine.max_steps=60", "Engine.compile=True"),
+            *("Engine.mix_precision.dtype=bfloat16", "Optimizer.lr.max_lr=5e-5"),
+            *("Data.Train.dataset.max_seq_len=512", "Data.Eval.dataset.max_seq_len=512"),
+            *("Compress.Distill.teacher=parent", "Compress.Distill.alpha=1.0"),
+        )
+        return lambda folder: quantize(settings, reference, data, folder).folder
+
     def theirs(kind: str, by_importance: bool, blocks: bool = True) -> Callable[[Path], Path]:
         def make(folder: Path) -> Path:
             read = calibration(given.data) if by_importance else []
@@ -346,9 +373,7 @@ def main() -> None:
 
         return make
 
-    weights = "activation_quantize_type=none", "weight_bits=4", "quantize_embedding=False"
     learned, nearest = ("learned_steps=60",), ("rounding=nearest", "smoothing=False")
-    zeros = ("zero_points=True",)
     groups = "blocks, INT4 in groups of"
     int4 = "weight_bits=4", "group_size=32"
     int8 = "activation_quantize_type=moving_average_abs_max"
@@ -377,10 +402,14 @@ def main() -> None:
         "INT4 in groups of 32": ours(*int4),
         "llama.cpp Q4_0, importance": theirs("Q4_0", True, blocks=False),
     }
-    if given.wikitext:
-        for more in ((), zeros):
-            name = f"{groups} 32, {'zero points, ' if more else ''}GPTQ, WikiText"
-            made[name] = ours(*weights, *more, "group_size=32", data=given.wikitext)
+    texts = {"": given.data} | ({", WikiText": given.wikitext} if given.wikitext else {})
+    for text_name, data in texts.items():
+        made[f"blocks, INT4 and INT8{text_name}"] = mixed(data)
+        if text_name:
+            made[f"{groups} 32, GPTQ{text_name}"] = ours(*weights, "group_size=32", data=data)
+            settings = *weights, *zeros, "group_size=32"
+            made[f"{groups} 32, zero points, GPTQ{text_name}"] = ours(*settings, data=data)
+            made[f"{groups} 32, zero points, trained{text_name}"] = trained(data)
     sizes = dict[str, int]()  # of the groups of peers, whose folders hold floats
 
     def peers(peer: str, python: str, group_size: int) -> None:
