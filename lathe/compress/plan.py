@@ -205,9 +205,7 @@ def choose(
         choice = FormatChoice(chosen, predicted, FEWEST_BYTES if bits is None else LOWEST_COST)
     else:
         choice = choose_skips(ranked, forms[0], settings)
-    if bits is not None:
-        return choice
-    if choice.predicted > settings.budget:
+    if bits is None and choice.predicted > settings.budget:
         log.warning(
             "predicted cost of quantization %.2g is above Sensitivity.budget %.2g, with "
             "Sensitivity.max_skips %d linears in float",

@@ -102,7 +102,8 @@ class Repeats:
                 left = Counter[int]()
                 for name, size in (*forward.changes, *backward.changes):
                     left[name] += size
-                backward.changes.extend((name, -left[name]) for name in left if name >= 0)
+                freed = ((name, -size) for name, size in left.items() if name >= 0 and size)
+                backward.changes.extend(freed)
                 self.backwards.append(backward)
 
             # It runs when the whole backward pass has ended, and the input has its gradient.
