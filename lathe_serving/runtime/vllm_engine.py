@@ -26,8 +26,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,11 +64,13 @@ ENVIRONMENT = {
 """How vLLM is set up where the environment does not say otherwise."""
 
 
-def folder_for_sockets() -> TemporaryDirectory[str]:
-    """A folder for the sockets between vLLM's processes, which vLLM itself leaves behind."""
-    folder = TemporaryDirectory(prefix="lathe-vllm-")
-    os.environ["VLLM_RPC_BASE_PATH"] = folder.name
-    return folder
+@contextmanager
+def folder_for_sockets() -> Iterator[None]:
+    """A folder for the sockets by which vLLM's processes find each other, to load a model in. vLLM
+    leaves them behind; connections that have been made do without them."""
+    with TemporaryDirectory(prefix="lathe-vllm-") as folder:
+        os.environ["VLLM_RPC_BASE_PATH"] = folder
+        yield
 
 
 def cpu_settings(model: Path, cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
@@ -151,7 +153,6 @@ class VLLMEngine(CheckedBackend):
             os.environ.setdefault(name, value)
         if threads:
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-        self._sockets = folder_for_sockets()
         # torch reads its own files in the locale's encoding; Triton's stub sets no locale.
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         try:
@@ -184,7 +185,8 @@ class VLLMEngine(CheckedBackend):
         self._thread.start()
         try:
             loading = self._load(folder / VLLM_FORMAT, prefix_bytes)
-            self.engine = asyncio.run_coroutine_threadsafe(loading, self._loop).result()
+            with folder_for_sockets():
+                self.engine = asyncio.run_coroutine_threadsafe(loading, self._loop).result()
         except Exception as error:
             self._end_loop()
             super().close()
@@ -337,7 +339,6 @@ class VLLMEngine(CheckedBackend):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._sockets.cleanup()
 
     async def _look_for_ends(self) -> None:
         """End the requests that are cancelled or have timed out."""

@@ -47,21 +47,21 @@ class VLLM:
     """A model in vLLM, set up as in `VLLMEngine`."""
 
     def __init__(self, folder: str) -> None:
-        self._sockets = folder_for_sockets()
         import vllm
         from vllm.platforms import current_platform
 
         settings: dict[str, Any] = {}
         if current_platform.is_cpu():
             settings = {**cpu_settings(Path(folder)), "kv_cache_memory_bytes": 2**30}
-        self._llm = vllm.LLM(
-            folder,
-            enable_prefix_caching=False,
-            worker_extension_cls="lathe_serving.runtime.vllm_logits.LogitsRecorder",
-            generation_config="vllm",
-            max_num_seqs=1,
-            **settings,
-        )
+        with folder_for_sockets():
+            self._llm = vllm.LLM(
+                folder,
+                enable_prefix_caching=False,
+                worker_extension_cls="lathe_serving.runtime.vllm_logits.LogitsRecorder",
+                generation_config="vllm",
+                max_num_seqs=1,
+                **settings,
+            )
         self._sampling: Any = vllm.SamplingParams
         self.version = f"vllm {vllm.__version__}"
 
