@@ -10,8 +10,9 @@ float32.
 """
 
 import argparse
-import time
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import LinearCrossEntropyOptions
 from torch.profiler import ProfilerActivity, profile
+from train import now
 
 from lathe.train.loss import linear_cross_entropy
 
@@ -78,26 +80,21 @@ def compare(
     targets = torch.randint(vocabulary, (1, tokens), generator=generator).to(device)
     hidden, table = (x.to(device, dtype).requires_grad_() for x in (hidden, table))
     exact = gradients(whole_logits, hidden.float(), table.float(), targets)
-    seconds: dict[str, list[float]] = {name: [] for name in LOSSES}
-    for turn in range(rounds + 1):  # in the first one kernels are compiled
+    seconds, errors = dict.fromkeys(LOSSES, math.inf), dict[str, float]()
+    for turn in range(rounds + 1):
         for name, loss in LOSSES.items():
-            began = time.perf_counter()
-            gradients(loss, hidden, table, targets)
-            if device == "cuda":
-                torch.cuda.synchronize()
+            began = now(device)
+            found = gradients(loss, hidden, table, targets)
+            elapsed = now(device) - began
             if turn:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name] = min(seconds[name], elapsed)
+            else:  # in which kernels are compiled
+                pairs = zip(found, exact, strict=True)
+                errors[name] = max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
+            del found
     for name, loss in LOSSES.items():
-        found = gradients(loss, hidden, table, targets)
-        errors = [
-            float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)
-        ]
-        del found
-
-        def run(loss: Loss = loss) -> object:
-            return gradients(loss, hidden, table, targets)
-
-        yield name, min(seconds[name]), peak_bytes(device, run) / 1e9, max(errors)
+        size = peak_bytes(device, partial(gradients, loss, hidden, table, targets))
+        yield name, seconds[name], size / 1e9, errors[name]
 
 
 def main() -> None:

@@ -389,6 +389,7 @@ def main() -> None:
         f"{groups} 64, GPTQ": ours(*weights, "group_size=64"),
         f"{groups} 64, zero points, GPTQ": ours(*weights, *zeros, "group_size=64"),
         f"{groups} 128, GPTQ": ours(*weights, "group_size=128"),
+        "blocks, INT4 and INT8": mixed(given.data),
         "blocks, llama.cpp Q4_0": theirs("Q4_0", False),
         "blocks, llama.cpp Q4_0, importance": theirs("Q4_0", True),
         "blocks, llama.cpp Q4_K_M": theirs("Q4_K_M", False),
@@ -402,14 +403,15 @@ def main() -> None:
         "INT4 in groups of 32": ours(*int4),
         "llama.cpp Q4_0, importance": theirs("Q4_0", True, blocks=False),
     }
-    texts = {"": given.data} | ({", WikiText": given.wikitext} if given.wikitext else {})
-    for text_name, data in texts.items():
-        made[f"blocks, INT4 and INT8{text_name}"] = mixed(data)
-        if text_name:
-            made[f"{groups} 32, GPTQ{text_name}"] = ours(*weights, "group_size=32", data=data)
-            settings = *weights, *zeros, "group_size=32"
-            made[f"{groups} 32, zero points, GPTQ{text_name}"] = ours(*settings, data=data)
-            made[f"{groups} 32, zero points, trained{text_name}"] = trained(data)
+    if data := given.wikitext:
+        made |= {
+            f"{groups} 32, GPTQ, WikiText": ours(*weights, "group_size=32", data=data),
+            f"{groups} 32, zero points, GPTQ, WikiText": ours(
+                *weights, *zeros, "group_size=32", data=data
+            ),
+            f"{groups} 32, zero points, trained, WikiText": trained(data),
+            "blocks, INT4 and INT8, WikiText": mixed(data),
+        }
     sizes = dict[str, int]()  # of the groups of peers, whose folders hold floats
 
     def peers(peer: str, python: str, group_size: int) -> None:

@@ -184,8 +184,10 @@ def test_estimate_is_what_torch_allocates(
         # slightly earlier than assumed.
         is_rough = any(word in name for word in ("interleaved", "bfloat16", "llama", "qwen3"))
         tolerance = (
-            0.025 if not is_rough else 0.06 if "Model.architecture" in str(cases[name]) else 0.05
+            0.02 if not is_rough else 0.06 if "Model.architecture" in str(cases[name]) else 0.05
         )
+        if name == "mp2-sequence-parallel-full":  # the smallest: 0.35 MB are 2.03 % of it
+            tolerance = 0.025
         estimated = estimate(config, recipe, layout).total
         assert estimated == pytest.approx(allocated, rel=tolerance), name
         if cases is ONE:
