@@ -16,10 +16,11 @@ with other weights: the norms' gains are folded into the linears, and the residu
 rotated by a small random rotation exp(strength * A), with the output layer untied. `--strength 0`
 measures the file's own weights.
 
-Rows named `blocks` quantize the linears of the blocks only, as the literature does. All rows read
-the same calibration text, of novels, unless they say that it is of WikiText's validation set.
-llama.cpp's rows are quantized by its library, with an importance matrix where they say so, and
-read back. KL is in nats per token, from the reference. Finished rows are reused.
+Rows named `blocks` quantize the linears of the blocks only, as the literature does. A row ends in
+the text that it reads for calibration: novels, or WikiText's validation set, which is the one kind
+of text that it is then measured on. llama.cpp's rows are quantized by its library, with an
+importance matrix where they say so, and read back. KL is in nats per token, from the reference.
+Finished rows are reused.
 
 `--peers autoround=PYTHON llmcompressor-awq-gptq=PYTHON ...` adds rows of other projects, each run
 by the Python of an environment that has it (`quality_peers.py`), on the text that GPTQ reads.
@@ -203,7 +204,8 @@ def packed_megabytes(model: GPT, group_size: int = 0) -> float:
     for name, stored in stored_matrices(model):
         if isinstance(stored, Tensor):
             was_integer = group_size and stored.dim() > 1 and name not in tables
-            total += stored.numel() * (1 / 2 + 2 / group_size if was_integer else 2)
+            # 4 bits a weight; a scale of 16 bits and a zero point of 4 a group.
+            total += stored.numel() * (1 / 2 + 2.5 / group_size if was_integer else 2)
         else:
             total += stored.values.numel() * stored.bits / 8 + 2 * stored.scales.numel()
             if stored.zero_points is not None:
@@ -275,19 +277,23 @@ def in_llama_cpp(
 
 
 def by_peer(
-    peer: str, python: str, reference: Path, data: Path, folder: Path, *options: str
-) -> Path:
-    """Quantize with another project, in an environment of its own; returns a Hugging Face folder
-    with the dequantized weights."""
-    text = folder.parents[2] / "calibration.npy"
-    if not text.is_file():
-        checkpoint, tokens = load_checkpoint(reference), TokenDataset.open(data)
-        rows = gptq_text(recipe(), checkpoint, tokens, choose_device(recipe()))
-        np.save(text, torch.cat(rows).numpy())
-    folder.mkdir(parents=True, exist_ok=True)
-    script = Path(__file__).with_name("quality_peers.py")
-    subprocess.run([python, script, peer, reference, text, folder, *options], check=True)
-    return folder
+    peer: str, python: str, reference: Path, data: Path, text_name: str, *options: str
+) -> Callable[[Path], Path]:
+    """Quantize with another project, in an environment of its own, into a Hugging Face folder with
+    the dequantized weights."""
+
+    def make(folder: Path) -> Path:
+        text = folder.parents[2] / f"calibration-{text_name}.npy"
+        if not text.is_file():
+            checkpoint, tokens = load_checkpoint(reference), TokenDataset.open(data)
+            rows = gptq_text(recipe(), checkpoint, tokens, choose_device(recipe()))
+            np.save(text, torch.cat(rows).numpy())
+        folder.mkdir(parents=True, exist_ok=True)
+        script = Path(__file__).with_name("quality_peers.py")
+        subprocess.run([python, script, peer, reference, text, folder, *options], check=True)
+        return folder
+
+    return make
 
 
 def calibration(data: Path) -> list[Tensor]:
@@ -302,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="checkpoint of a Llama with tied embeddings")
     parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
-    parser.add_argument("--wikitext", type=Path, help="another, for the rows that name it")
+    parser.add_argument("--wikitext", type=Path, help="another, of WikiText, for the same rows")
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
@@ -366,9 +372,9 @@ def main() -> None:
         )
         return lambda folder: quantize(settings, reference, data, folder).folder
 
-    def theirs(kind: str, by_importance: bool, blocks: bool = True) -> Callable[[Path], Path]:
+    def theirs(kind: str, data: Path | None, blocks: bool = True) -> Callable[[Path], Path]:
         def make(folder: Path) -> Path:
-            read = calibration(given.data) if by_importance else []
+            read = calibration(data) if data else []
             return in_llama_cpp(kind, reference, folder, read, blocks)
 
         return make
@@ -380,49 +386,45 @@ def main() -> None:
     made: dict[str, Callable[[Path], Path]] = {
         "reference": lambda _: reference,
         f"{groups} 32, to nearest": ours(*weights, "group_size=32", *nearest),
-        f"{groups} 32, GPTQ": ours(*weights, "group_size=32"),
-        f"{groups} 32, learned": ours(*weights, "group_size=32", *learned),
-        f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", rotates=True),
-        f"{groups} 32, rotated, learned": ours(*weights, "group_size=32", *learned, rotates=True),
         f"{groups} 32, zero points, to nearest": ours(*weights, *zeros, "group_size=32", *nearest),
-        f"{groups} 32, zero points, GPTQ": ours(*weights, *zeros, "group_size=32"),
-        f"{groups} 64, GPTQ": ours(*weights, "group_size=64"),
-        f"{groups} 64, zero points, GPTQ": ours(*weights, *zeros, "group_size=64"),
-        f"{groups} 128, GPTQ": ours(*weights, "group_size=128"),
-        "blocks, INT4 and INT8": mixed(given.data),
-        "blocks, llama.cpp Q4_0": theirs("Q4_0", False),
-        "blocks, llama.cpp Q4_0, importance": theirs("Q4_0", True),
-        "blocks, llama.cpp Q4_K_M": theirs("Q4_K_M", False),
-        "blocks, llama.cpp Q4_K_M, importance": theirs("Q4_K_M", True),
-        "blocks, llama.cpp IQ4_XS, importance": theirs("IQ4_XS", True),
+        "blocks, llama.cpp Q4_0": theirs("Q4_0", None),
+        "blocks, llama.cpp Q4_K_M": theirs("Q4_K_M", None),
         "INT8 dynamic": ours("activation_quantize_type=dynamic"),
+        "INT8 dynamic, INT8 KV cache": ours("activation_quantize_type=dynamic", "kv_cache_bits=8"),
         "INT8, a scale per token": ours("activation_quantize_type=token"),
-        "INT8 static": ours(int8),
-        "INT8 static, rotated": ours(int8, rotates=True),
-        "INT4 in groups of 32, embedding in INT8": ours(*int4, "head_format=dynamic_int8"),
-        "INT4 in groups of 32": ours(*int4),
-        "llama.cpp Q4_0, importance": theirs("Q4_0", True, blocks=False),
     }
-    if data := given.wikitext:
-        made |= {
-            f"{groups} 32, GPTQ, WikiText": ours(*weights, "group_size=32", data=data),
-            f"{groups} 32, zero points, GPTQ, WikiText": ours(
-                *weights, *zeros, "group_size=32", data=data
-            ),
-            f"{groups} 32, zero points, trained, WikiText": trained(data),
-            "blocks, INT4 and INT8, WikiText": mixed(data),
-        }
     sizes = dict[str, int]()  # of the groups of peers, whose folders hold floats
-
-    def peers(peer: str, python: str, group_size: int) -> None:
-        name = f"{groups} {group_size}, {peer}"
-        options = "--group-size", str(group_size), "--iterations", given.iterations
-        sizes[name] = group_size
-        made[name] = lambda folder: by_peer(peer, python, reference, given.data, folder, *options)
-
-    for peer, _, python in (x.partition("=") for x in given.peers):
-        for group_size in (32, 128):
-            peers(peer, python, group_size)
+    for text_name, data in (("novels", given.data), ("WikiText", given.wikitext)):
+        if not data:
+            continue
+        rows = {
+            f"{groups} 32, GPTQ": ours(*weights, "group_size=32", data=data),
+            f"{groups} 32, learned": ours(*weights, "group_size=32", *learned, data=data),
+            f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", rotates=True, data=data),
+            f"{groups} 128, GPTQ": ours(*weights, "group_size=128", data=data),
+            "blocks, INT4 and INT8": mixed(data),
+            f"{groups} 32, zero points, trained": trained(data),
+            "INT8 static": ours(int8, data=data),
+            "INT8 static, rotated": ours(int8, rotates=True, data=data),
+            "INT4 in groups of 32, embedding in INT8": ours(
+                *int4, "head_format=dynamic_int8", data=data
+            ),
+            "INT4 in groups of 32": ours(*int4, data=data),
+            "llama.cpp Q4_0, importance": theirs("Q4_0", data, blocks=False),
+        }
+        for group_size in (32, 64, 128):
+            rows[f"{groups} {group_size}, zero points, GPTQ"] = ours(
+                *weights, *zeros, f"group_size={group_size}", data=data
+            )
+        for kind in ("Q4_0", "Q4_K_M", "IQ4_XS"):
+            rows[f"blocks, llama.cpp {kind}, importance"] = theirs(kind, data)
+        for peer, _, python in (x.partition("=") for x in given.peers):
+            for group_size in (32, 128):
+                name = f"{groups} {group_size}, zero points, {peer}"
+                options = "--group-size", str(group_size), "--iterations", given.iterations
+                sizes[f"{name}, {text_name}"] = group_size
+                rows[name] = by_peer(peer, python, reference, data, text_name, *options)
+        made |= {f"{name}, {text_name}": make for name, make in rows.items()}
     print("| " + " | ".join(TITLES) + " |\n" + "|---" * len(TITLES) + "|", flush=True)
     for name, make in made.items():
         if not name.startswith(tuple(given.rows)):

@@ -4,7 +4,7 @@
 
 `quality.py --peers` runs it. MODEL is a Hugging Face folder, TOKENS a NumPy file of calibration
 text (rows, length), and OUTPUT becomes a Hugging Face folder with the dequantized weights. Only the
-blocks' linears are quantized: symmetric integers, with a 16-bit scale for every group.
+blocks' linears are quantized: integers with a 16-bit scale and a zero point for every group.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def autoround(model: Any, tokenizer: Any, rows: Tensor, given: argparse.Namespac
         seqlen=rows.shape[1],
         batch_size=8,
         group_size=given.group_size,
-        sym=True,
+        sym=False,
         device_map="cpu",
     )
     tuner.quantize()
@@ -50,7 +50,7 @@ def llmcompressor(*names: str) -> Peer:
 
     def run(model: Any, tokenizer: Any, rows: Tensor, given: argparse.Namespace) -> None:
         weights = {"num_bits": 4, "strategy": "group", "group_size": given.group_size}
-        groups = {"group_0": {"targets": ["Linear"], "weights": weights | {"symmetric": True}}}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights | {"symmetric": False}}}
         recipe = []
         for name in names:
             rounds = name != "AWQModifier"

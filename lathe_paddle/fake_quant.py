@@ -103,6 +103,12 @@ def _fake_quantize(x: Tensor, scale: Tensor, high: int) -> Tensor:
 def _weight_format(plan: QuantizationPlan) -> WeightFormat:
     """The weight format of the block linears. PaddleSlim quantizes all of them alike, weight and
     input together."""
+    if plan.cache_scales:
+        raise UserError(
+            "the model has an INT8 KV cache, which PaddleSlim does not support",
+            "use Compress.engine=torch",
+            Code.UNSUPPORTED,
+        )
     if in_float := plan.linears.keys() - plan.activation_scales.keys():
         raise UserError(
             f"{min(in_float)} is not INT8 in weight and input, which PaddleSlim does not support",

@@ -131,6 +131,12 @@ def _require_training(recipe: Recipe) -> None:
             f"-o Compress.Quantization.rounding=nearest, {HINT}",
             Code.UNSUPPORTED,
         )
+    if recipe.Compress.Quantization.kv_cache_bits:
+        raise UserError(
+            "Compress.Quantization.kv_cache_bits is set: the Paddle engine has no INT8 KV cache",
+            f"leave it empty, {HINT}",
+            Code.UNSUPPORTED,
+        )
     if isinstance(recipe.Compress.Quantization.prefix, int):
         raise UserError(
             f"Compress.Quantization.prefix is {recipe.Compress.Quantization.prefix}: the Paddle "

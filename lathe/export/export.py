@@ -178,7 +178,13 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
         rows = torch.cat([x[part] for part in (0, 1) for x in prefix])  # (heads, tokens, D)
         # -1, a zero of a padded head, becomes the index of the feature that is appended as 0.
         places = torch.tensor(head.features) % (config.head_dim + 1)
-        np.save(folder / PREFIX, F.pad(rows, (0, 1))[..., places].numpy())
+        stored = F.pad(rows, (0, 1))[..., places].numpy()
+        if config.quantization and (scales := config.quantization.cache_scales):
+            # The integers of an INT8 cache; the heads of all layers' keys come first.
+            parts = [scales[layer[k]] for k in (0, 1) for layer in config.cached_parts()]
+            repeated = np.repeat(np.array(parts, np.float32), config.n_kv_head * 2)
+            stored = np.rint(stored / repeated[:, None, None]).clip(-128, 127).astype(np.int8)
+        np.save(folder / PREFIX, stored)
     write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     metadata = {

@@ -34,6 +34,8 @@ MIN_EXTERNAL_BYTES = 1024  # smaller tensors, such as shapes, stay in the graph
 PAGE = 4096  # weights begin at pages, which are mapped into memory
 HEAD_MULTIPLE = 8
 """onnxruntime's GroupQueryAttention supports head sizes that are a multiple of this,"""
+SCALES_INPUT = 12
+"""Index of GroupQueryAttention's first input that is a scale of its cache."""
 ROTARY_MULTIPLE = 16
 """and, if it rotates queries and keys, head sizes and rotated parts that are a multiple of this."""
 
@@ -165,13 +167,14 @@ class Graph:
         if config.n_prefix:
             inputs.append(_value(PREFIX_LENGTH, int64))
         outputs = [_value("logits", TensorProto.FLOAT, "batch", "k", config.vocab_size)]
+        cache_type = TensorProto.INT8 if self.plan and self.plan.cache_scales else self.dtype
         for rows, prefix in (("rows", ""), (1, "chunk_")):  # the two caches of a mixed step
             size = padded_head(config).size
             for (i, n_head), part in product(enumerate(config.n_kv_head), PARTS):
                 past = (rows, n_head, f"{prefix}past", size)
                 present = (rows, n_head, f"{prefix}total", size)
-                inputs.append(_value(f"{prefix}past_{part}_{i}", self.dtype, *past))
-                outputs.append(_value(f"{prefix}present_{part}_{i}", self.dtype, *present))
+                inputs.append(_value(f"{prefix}past_{part}_{i}", cache_type, *past))
+                outputs.append(_value(f"{prefix}present_{part}_{i}", cache_type, *present))
         graph = helper.make_graph(
             self.nodes,
             "gpt",
@@ -251,6 +254,7 @@ class LayerHeads:
         scale: factor of attention scores.
         window: number of tokens that a query attends to, or None.
         rotary: names of the cosines and sines of rotary positions, or none.
+        cache_scales: names of the scales of INT8 keys and values, or none if the cache is float.
     """
 
     n_head: int
@@ -258,6 +262,7 @@ class LayerHeads:
     scale: float
     window: int | None = None
     rotary: tuple[str, ...] = ()
+    cache_scales: tuple[str, ...] = ()
 
 
 def attention_node(i: int, qkv: str, heads: LayerHeads, output: str, dtype: int) -> onnx.NodeProto:
@@ -270,7 +275,7 @@ def attention_node(i: int, qkv: str, heads: LayerHeads, output: str, dtype: int)
     """
     # The ordinary step: all rows together; the chunk's cache passes through.
     ordinary = _IfBranch(i, heads, "ordinary")
-    attended = ordinary.attend(qkv, "past", "seqlens_k", "total_sequence_length")
+    attended, *own = ordinary.attend(qkv, "past", "seqlens_k", "total_sequence_length")
     kept = [ordinary.add("Identity", [name]) for name in _caches("chunk_past", i)]
     # The mixed step: a chunk of one prompt, and behind it a token for each row, which become a
     # batch (rows, 1, W) for their own attention.
@@ -286,8 +291,8 @@ def attention_node(i: int, qkv: str, heads: LayerHeads, output: str, dtype: int)
         [MIXED],
         [output, *_caches("present", i), *_caches("chunk_present", i)],
         name=output,
-        then_branch=mixed.graph([together, *cache, *chunk_cache], dtype),
-        else_branch=ordinary.graph([*attended, *kept], dtype),
+        then_branch=mixed.graph(together, [*cache, *chunk_cache], dtype),
+        else_branch=ordinary.graph(attended, [*own, *kept], dtype),
     )
 
 
@@ -311,9 +316,15 @@ class _IfBranch:
 
     def attend(self, qkv: str, cache: str, seqlens: str, total: str) -> list[str]:
         """Attention, and the cache with the new tokens appended."""
+        inputs = [qkv, "", "", *_caches(cache, self.i), seqlens, total, *self.heads.rotary]
+        rounded: dict[str, Any] = {}
+        if self.heads.cache_scales:
+            inputs += [""] * (SCALES_INPUT - len(inputs)) + [*self.heads.cache_scales]
+            kinds = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_TENSOR")
+            rounded = {**kinds, "kv_cache_bit_width": 8}
         return self.add_many(
             "GroupQueryAttention",
-            [qkv, "", "", *_caches(cache, self.i), seqlens, total, *self.heads.rotary],
+            inputs,
             3,
             domain=MICROSOFT,
             num_heads=self.heads.n_head,
@@ -321,11 +332,14 @@ class _IfBranch:
             scale=self.heads.scale,
             **({"local_window_size": self.heads.window} if self.heads.window else {}),
             **({"do_rotary": 1} if self.heads.rotary else {}),
+            **rounded,
         )
 
-    def graph(self, outputs: list[str], dtype: int) -> onnx.GraphProto:
+    def graph(self, attended: str, caches: list[str], dtype: int) -> onnx.GraphProto:
         # Without shapes: the checker does not know GroupQueryAttention.
-        values = [helper.make_tensor_value_info(output, dtype, None) for output in outputs]
+        types = [dtype] + [TensorProto.INT8 if self.heads.cache_scales else dtype] * len(caches)
+        outputs = zip([attended, *caches], types, strict=True)
+        values = [helper.make_tensor_value_info(output, kind, None) for output, kind in outputs]
         return helper.make_graph(self.nodes, f"h.{self.i}.{self.name}", [], values)
 
 

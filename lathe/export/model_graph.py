@@ -132,7 +132,13 @@ def attention(g: Graph, layer: int, x: str) -> str:
     output = name.rpartition(".")[0]  # the attention's module
     rotary = _rotary_caches(g, kind.rope, head) if kind.rope else ()
     n_head, n_kv_head = config.n_head[layer], config.n_kv_head[layer]
-    heads = LayerHeads(n_head, n_kv_head, config.score_scale, kind.window, rotary)
+    cached: tuple[str, ...] = ()
+    if g.plan and g.plan.cache_scales:
+        cached = tuple(
+            g.constant(f"{part}.scale", np.array([g.plan.cache_scales[part]], np.float32))
+            for part in config.cached_parts()[layer]
+        )
+    heads = LayerHeads(n_head, n_kv_head, config.score_scale, kind.window, rotary, cached)
     g.nodes.append(attention_node(layer, qkv, heads, output, g.dtype))
     g.declare(output, "batch", "length", n_head * head.size)
     if head.is_plain:

@@ -266,9 +266,10 @@ def _require_fidelity(
 
 
 def _rounds_inputs(model: GPT) -> bool:
-    """Whether a linear has a quantized input; int8 weights alone leave the arithmetic in float."""
+    """Whether a linear has a quantized input, or attention quantized keys and values; int8 weights
+    alone leave the arithmetic in float."""
     plan = model.config.quantization
-    return plan is not None and bool(plan.integer_linears)
+    return plan is not None and bool(plan.integer_linears or plan.cache_scales)
 
 
 @contextmanager

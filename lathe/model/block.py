@@ -150,6 +150,8 @@ class Attention(nn.Module):
     Attributes:
         prefix: keys and values (2, G, p, D) of the model's prefix, which every query attends to, or
             None.
+        cached_key, cached_value: what a key or value becomes before it enters a cache: fake
+            quantization rounds it.
     """
 
     prefix: Tensor | None
@@ -167,6 +169,8 @@ class Attention(nn.Module):
             setattr(self, name, make_norm(config, size))
         shape = 2, config.n_kv_head[layer], config.n_prefix, config.head_dim
         self.register_buffer("prefix", torch.zeros(shape) if config.n_prefix else None)
+        self.cached_key: nn.Module = nn.Identity()
+        self.cached_value: nn.Module = nn.Identity()
         self.dropout = dropout
         self.recompute_core = False
 
@@ -179,6 +183,13 @@ class Attention(nn.Module):
     def out(self) -> nn.Linear:
         """The linear that reads the heads."""
         return getattr(self, self.names[1])  # type: ignore[no-any-return]
+
+    @property
+    def cached_prefix(self) -> Tensor | None:
+        """`prefix` as a cache contains it."""
+        if self.prefix is None:
+            return None
+        return torch.stack((self.cached_key(self.prefix[0]), self.cached_value(self.prefix[1])))
 
     def forward(
         self,
@@ -216,7 +227,9 @@ class Attention(nn.Module):
             tokens = range(start, start + q.shape[2])
             by = rotation(self.rope, self.head_dim, q.device, tokens, positions)
             q, k = rotate(q, by), rotate(k, by)
-        prefix = self.prefix if cache is None else None  # a cache begins with it: `GPT.new_cache`
+        k, v = self.cached_key(k), self.cached_value(v)
+        # A cache begins with the prefix: `GPT.new_cache`.
+        prefix = self.cached_prefix if cache is None else None
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         if self.recompute_core and torch.is_grad_enabled():  # scores (T, T) are not kept

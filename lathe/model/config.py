@@ -202,6 +202,13 @@ class GPTConfig:
         blocks = (family.block(i) for i in range(self.n_layer))
         return [f"{block}.{linear.name}" for block in blocks for linear in family.linears]
 
+    def cached_parts(self) -> list[tuple[str, str]]:
+        """Paths of the modules through which a layer's keys and values pass into the KV cache."""
+        family = self.architecture
+        attention = family.column("heads").name.rpartition(".")[0]
+        layers = (f"{family.block(i)}.{attention}" for i in range(self.n_layer))
+        return [(f"{layer}.cached_key", f"{layer}.cached_value") for layer in layers]
+
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor in a checkpoint's files: HF's, names without the prefix,
         and the keys and values of `prefix_tokens`."""

@@ -106,6 +106,17 @@ class ShapeJson(_ConfigPart):
                 raise ValueError(
                     f"quantization has {min(unknown)}, which is not a linear of the model"
                 )
+            attention = family.column("heads").name.rpartition(".")[0]
+            layers = [f"{family.block(i)}.{attention}" for i in range(len(self.n_head))]
+            cached = {f"{x}.{part}" for x in layers for part in ("cached_key", "cached_value")}
+            scales = self.quantization.cache_scales
+            if scales and scales.keys() != cached:
+                raise ValueError(
+                    f"quantization.cache_scales lacks {min(missing)}"
+                    if (missing := cached - scales.keys())
+                    else f"quantization.cache_scales has {min(scales.keys() - cached)}, which is "
+                    "not a part of the KV cache"
+                )
         return self
 
 

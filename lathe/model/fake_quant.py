@@ -192,6 +192,8 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
     if plan.position_embedding:
         for table in model.config.architecture.embeddings[1:]:
             _quantize_table(model, table, INT8)
+    for name, scale in plan.cache_scales.items():
+        replace_module(model, name, Observer(scale))
 
 
 def _quantize_table(model: GPT, name: str, fmt: WeightFormat) -> None:
@@ -212,7 +214,7 @@ def make_observer(fmt: LinearFormat, pact: bool = False) -> Observer | RoundGrou
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
     """`insert` for the duration of a `with` block; afterwards the model is as before."""
     config = model.config
-    names = [n for n in plan.linears if n != HEAD]
+    names = [*(n for n in plan.linears if n != HEAD), *plan.cache_scales]
     names += [*config.tables, *config.architecture.embeddings[1:]]
     head_input, before = model.head_input, {name: model.get_submodule(name) for name in names}
     insert(model, plan)
@@ -291,7 +293,8 @@ def _averaged(device: torch.device, module: nn.Module, states: Sequence[Tensor])
 
 
 def observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
-    """Yield (path of the linear or `lm_head`, its observer)."""
+    """Yield (path of the linear or `lm_head`, or of what rounds cached keys or values, its
+    observer)."""
     for name, module in model.named_modules():
         if isinstance(module, Observer):
             yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module

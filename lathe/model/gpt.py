@@ -104,8 +104,10 @@ class GPT(nn.Module):
 
     @property
     def prefix(self) -> Sequence[Tensor]:
-        """Keys and values (2, G, p, D) of the prefix in every layer; empty without one."""
-        prefixes = (block.attention.prefix for block in self.blocks if isinstance(block, Block))
+        """Keys and values (2, G, p, D) of the prefix in every layer, as a cache has them; empty
+        without one."""
+        blocks = (block for block in self.blocks if isinstance(block, Block))
+        prefixes = (block.attention.cached_prefix for block in blocks)
         return [keys_values for keys_values in prefixes if keys_values is not None]
 
     @torch.no_grad()

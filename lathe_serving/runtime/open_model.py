@@ -91,6 +91,12 @@ def _open_single_stream(reference: OnnxModel, threads: int) -> ExportedModel:
 
 def _open_openvino(reference: OnnxModel, threads: int) -> ExportedModel:
     """The same export in OpenVINO."""
+    if reference.cache_dtype == np.int8:
+        raise UserError(
+            f"{reference.folder}: its KV cache is INT8, which Lathe does not support in OpenVINO",
+            "set Serving.runtime=onnxruntime",
+            Code.UNSUPPORTED,
+        )
     # Where that package is installed, `import openvino` reports itself to Google Analytics.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
     try:

@@ -90,7 +90,7 @@ def saturates(cpuinfo: str) -> bool:
 @dataclass
 class ContiguousCache(KVCache):
     """onnxruntime's layout: buffers (batch, n_kv_head_i, capacity, head_dim), float32 or float16 as
-    the graph computes.
+    the graph computes, or int8.
 
     Attributes:
         single_stream: for `SingleStreamModel`, with one row: the same memory, bound to its second
@@ -127,7 +127,9 @@ class OnnxModel(ExportedModel):
         super().__init__(folder)
         self.session = session or open_session(self.folder / MODEL, threads)
         types = {node.name: node.type for node in self.session.get_inputs()}
-        self.dtype = np.float16 if types["past_key_0"] == "tensor(float16)" else np.float32
+        cache_types = {"tensor(float16)": np.float16, "tensor(int8)": np.int8}
+        self.cache_dtype: type = cache_types.get(types["past_key_0"], np.float32)
+        self.dtype = np.float16 if self.cache_dtype == np.float16 else np.float32
         self.can_mix = "chunk_length" in types
         # In other than mixed steps, such a graph gets a chunk of a prompt that is empty.
         self._no_prompt = self._buffers(1, 0)
@@ -146,7 +148,7 @@ class OnnxModel(ExportedModel):
 
     def _buffers(self, batch: int, capacity: int) -> list[NDArray[Any]]:
         shapes = [(batch, n_head, capacity, self.head_dim) for n_head in self.n_kv_head]
-        return [np.zeros(shape, self.dtype) for shape in shapes * 2]
+        return [np.zeros(shape, self.cache_dtype) for shape in shapes * 2]
 
     def _bound(self, buffers: list[NDArray[Any]], lengths: Ids, capacity: int) -> ContiguousCache:
         binding = self._binding(buffers)
@@ -162,7 +164,7 @@ class OnnxModel(ExportedModel):
         for prefix, parts in bound:
             names = product(("key", "value"), range(len(self.n_kv_head)))
             for (part, i), buffer in zip(names, parts, strict=True):
-                buffer_info = ("cpu", 0, self.dtype, buffer.shape, buffer.ctypes.data)
+                buffer_info = ("cpu", 0, self.cache_dtype, buffer.shape, buffer.ctypes.data)
                 # Past and present share one buffer: attention appends in place.
                 binding.bind_input(f"{prefix}past_{part}_{i}", *buffer_info)
                 binding.bind_output(f"{prefix}present_{part}_{i}", *buffer_info)
