@@ -22,6 +22,7 @@ from tests.support.report_folders import sensitivity_analysis, write_json
 from tests.support.small_models import small_config
 from tests.support.small_run import SMALL, kill_after_saves, records, run, start
 
+KV_CACHE = "Compress.Quantization.kv_cache_bits=8"
 WEIGHTS_ALONE = "Compress.Quantization.activation_quantize_type=none"
 QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.lr.max_lr=2e-4")
 
@@ -151,7 +152,8 @@ def test_quantized_checkpoint_computes_what_was_trained(
     skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2,qkv]",)
     alone = (WEIGHTS_ALONE,) if weight_only else ()
     width = f"Compress.Quantization.weight_bits={bits}"
-    recipe = load_recipe("tiny", (*QUANTIZE, *skip, *alone, width))
+    cached = (KV_CACHE,) if weight_only else ()
+    recipe = load_recipe("tiny", (*QUANTIZE, *skip, *alone, width, *cached))
     result = quantize(recipe, small_dense, small_data, tmp_path / "q")
     model = load_checkpoint(tmp_path / "q").model
     plan = model.config.quantization
@@ -160,6 +162,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
     assert len(plan.linears) == 8 - 2 + 1
     assert set(plan.integer_linears) == (set() if weight_only else set(plan.linears))
     assert plan.weight_bits == bits
+    assert len(plan.cache_scales) == (4 if cached else 0) and all(plan.cache_scales.values())
     tokens = TokenDataset.open(small_data)
     batches = EvalBatches(recipe, tokens, 8, 2)
     assert len(batches) == 2
@@ -225,6 +228,7 @@ LAYOUTS = {
         "Distributed.sharding.sharding_stage=3",
         "Compress.Quantization.activation_preprocess_type=PACT",
     ),
+    "mp2 with an INT8 KV cache": ("Distributed.mp_degree=2", KV_CACHE),
     "sharding2 of INT4": (
         "Distributed.sharding.sharding_degree=2",
         "Distributed.sharding.sharding_stage=3",
@@ -239,9 +243,9 @@ def test_layouts_quantize_alike(
     layout: str, small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
     degrees = LAYOUTS[layout]
-    pact = degrees[2:]
+    own = [override for override in degrees if override.startswith("Compress.")]
     batch = ("Global.local_batch_size=", "Global.global_batch_size=8", "Engine.max_steps=8")
-    common = (*QUANTIZE, *batch, *pact)
+    common = (*QUANTIZE, *batch, *own)
     quantize(load_recipe("tiny", common), small_dense, small_data, tmp_path / "alone")
     inputs = (small_dense, small_data, tmp_path / "run")
     run("quantize", *inputs, overrides=(*common, *degrees), workers=2)
@@ -253,6 +257,7 @@ def test_layouts_quantize_alike(
     )
     assert found is not None and expected is not None
     assert found.activation_scales == pytest.approx(expected.activation_scales, rel=1e-2)
+    assert found.cache_scales == pytest.approx(expected.cache_scales, rel=1e-2)
 
 
 @pytest.mark.parametrize(
