@@ -140,6 +140,8 @@ def serve_exports(exports: Mapping[str, Path]) -> Iterator[TritonServer]:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    # A small piece of a stream would wait, up to 40 ms, for the one before to be confirmed.
+    disable_nagle_algorithm = True
     endpoints: Sequence[str]
     page, policy = _read_page()
 

@@ -12,6 +12,9 @@ from typing import Any
 class QuietHandler(BaseHTTPRequestHandler):
     """Request handler without logging, which would mix with the output of tests."""
 
+    # Headers and body are sent apart: the second would wait 40 ms for the first to be confirmed.
+    disable_nagle_algorithm = True
+
     def reply(
         self, body: bytes = b"", status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
