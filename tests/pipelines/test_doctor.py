@@ -137,6 +137,7 @@ def measures(pod: Pod) -> None:
 
 def test_an_all_reduce_between_two_nodes(kfp, cluster, monkeypatch):
     monkeypatch.setattr("pipelines.cluster.doctor.ALL_REDUCE_SECONDS", 0.05)
+    monkeypatch.setenv(warm.CHILDREN, "yes")
     kubelet = play(cluster, measures)
     trainer = Trainer(cluster, run_command)
     trainer.start()

@@ -295,7 +295,8 @@ def run_command(pod: Pod) -> None:
 def _run_process(pod: Pod, home: str) -> None:
     given = {v["name"]: v["value"] if "value" in v else _value(pod, v) for v in _env(pod)}
     named = {name: value for name, value in given.items() if value is not None}
-    inherited = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    names = "PATH", "PYTHONPATH", warm.CHILDREN
+    inherited = {name: os.environ[name] for name in names if name in os.environ}
     inherited |= {
         "KUBECONFIG": str(pod.server.kubeconfig(Path(home)))
     }  # in place of the service account's token

@@ -1,5 +1,6 @@
 """The bandwidth of an all-reduce, measured between two processes, and what is said of it."""
 
+import os
 import subprocess
 from dataclasses import replace
 
@@ -24,7 +25,8 @@ NODES = AllReduce(
 def test_two_processes_measure_it_with_gloo() -> None:
     command = [*warm.python(), "-m", "lathe", "all-reduce", "--json", "--seconds=0.05"]
     command += ["-o", "Distributed.dp_degree=2", "-o", "Launch.nodes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = {**os.environ, **warm.for_children()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     (line,) = done.stdout.splitlines()
     finding = Finding.of_line(line.removeprefix("[rank0]:"))
     assert finding and finding.state == "ok"
