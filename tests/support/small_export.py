@@ -44,6 +44,7 @@ def make_model(
     wide: tuple[str, ...] = (),
     bits: Bits = 4,
     zero_points: bool = False,
+    int8_cache: bool = False,
 ) -> GPT:
     """Make a model with random weights and biases, quantized if `int8`.
 
@@ -52,6 +53,7 @@ def make_model(
         weight_only: leave activations in float.
         group_size: quantize weights per group of this size to `bits` bits, with `zero_points`.
         wide: linears that stay INT8 with static scales despite `group_size`.
+        int8_cache: quantize the KV cache, too.
     """
     model = GPT(config)
     model.initialize(0.2, seed=1)
@@ -70,7 +72,8 @@ def make_model(
             forms |= {name: grouped for name in names if name not in wide}
         if weight_only:
             forms = {name: replace(form, activation=None) for name, form in forms.items()}
-        plan = QuantizationPlan(forms, position_embedding=HEAD in forms)
+        parts = [part for layer in config.cached_parts() for part in layer] if int8_cache else ()
+        plan = QuantizationPlan(forms, HEAD in forms, dict.fromkeys(parts, 0.0))
         fake_quant.insert(model, plan)
         scales = fake_quant.calibrate(model, [random_tokens(4, 48, seed=3)])
         model.config = config.with_quantization(plan.with_scales(scales))

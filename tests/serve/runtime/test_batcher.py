@@ -418,11 +418,16 @@ def test_the_watcher_is_told_what_the_slots_hold(folder: Path) -> None:
     assert told[-1] == (0, 0, 0, 0.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"int8": True}, {"int8": True, "group_size": 32}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"int8": True, "int8_cache": True}, {"int8": True, "group_size": 32}],
+    ids=str,
+)
 def test_prefix_cache_hits_are_bit_identical(
     tmp_path: Path, byte_tokenizer: Tokenizer, options: dict[str, Any]
 ) -> None:
-    """Also with quantized activations: turns of a conversation, and prompts of many lengths."""
+    """Also with quantized activations, keys and values: turns of a conversation, and prompts of
+    many lengths."""
     write_unproven(make_model(PRUNED, **options), byte_tokenizer, tmp_path)
     params = replace(GREEDY, logprobs=True, top_logprobs=5, max_tokens=4)
     letters = "".join(chr(97 + i * i % 23) for i in range(60))
