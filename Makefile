@@ -17,7 +17,7 @@ option = $(if $(value $(2)),$(1) $(call quote,$(value $(2))))
 
 # Targets whose variables and -o overrides become options of a command. `+` also runs it for
 # `make -n`, which then prints that command.
-pipeline = +@$(new_enough); $(PYTHON) pipelines/make.py $@
+pipeline = +@$(new_enough); $(PYTHON) -S pipelines/make.py $@
 
 .PHONY: help
 help: ## List the targets
@@ -237,7 +237,7 @@ paddle-env: ## Create .venv-paddle, for the PaddleSlim engine
 dev-env: ## Add the tools of test and lint to .venv
 	$(call environments,dev)
 
-new_enough = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+new_enough = $(PYTHON) -IS -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { echo "error: $(PYTHON) is older than Python 3.11"; echo "  hint: make PYTHON=python3.11 ..."; exit 1; } >&2
 
 define environments
@@ -254,7 +254,7 @@ endif
 
 # Variables that no target takes would be ignored without a word.
 ifneq ($(MAKEOVERRIDES),)
-$(shell $(new_enough); $(PYTHON) pipelines/make.py check $(call quote,$(MAKEOVERRIDES)) $(MAKECMDGOALS))
+$(shell $(new_enough); $(PYTHON) -S pipelines/make.py check $(call quote,$(MAKEOVERRIDES)) $(MAKECMDGOALS))
 ifneq ($(.SHELLSTATUS),0)
 $(error stopped)
 endif
