@@ -84,7 +84,7 @@ client: env ## Send a prompt to the server: make client PROMPT="Once upon"
 needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS)),$(1))
 
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
-# four at a time and slow ones three, since many wait for a server or a clock.
+# five at a time and slow ones three, since many wait for a server or a clock.
 # Bytecode is kept even where the environment says otherwise: it is a third of the collection, and a
 # sixth of the start of every process.
 PYTEST := MAKEFLAGS= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
@@ -93,7 +93,7 @@ tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-p tests.support.forks --fork
 .PHONY: test
 test: ## Run the quick tests, 5 to 9 minutes (TESTS=path for some of them)
 	$(call environments,dev $(call needed,serve))
-	$(call tests,4,"not slow and not long and not soak and not containers and not cluster")
+	$(call tests,5,"not slow and not long and not soak and not containers and not cluster")
 
 .PHONY: test-slow
 test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 20 to 35 minutes

@@ -146,7 +146,7 @@ def flat(found: Any) -> list[Any]:
     quick_only(
         product(PASSES, (GPT2, LLAMA, GPT_NEOX)),
         [
-            *((name, GPT2) for name in ("calibration", "costs", "kl", "slopes", "smoothing")),
+            *((name, GPT2) for name in ("calibration", "kl")),
             *((name, LLAMA) for name in PASSES if name not in ("gptq int4", "learned")),
         ],
     ),

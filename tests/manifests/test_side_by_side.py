@@ -46,7 +46,11 @@ def installation(folder: Path, overlay: str, namespace: str, *components: str) -
 @pytest.mark.parametrize(
     "overlays", [*((one, one) for one in OVERLAYS), ("production", "kind")], ids="+".join
 )
-@pytest.mark.parametrize("components", [("kueue",), COMPONENTS], ids=["kueue", "all"])
+@pytest.mark.parametrize(
+    "components",
+    [pytest.param(("kueue",), marks=pytest.mark.slow), COMPONENTS],
+    ids=["kueue", "all"],
+)
 def test_two_installations_share_no_object(
     overlays: tuple[str, str], components: Sequence[str], tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_the_host_is_timed(case: str) -> None:
     assert 0 < seconds < 60
 
 
+@pytest.mark.slow
 def test_a_trial_says_how_many_operations_a_step_starts_and_how_long_that_takes() -> None:
     two, four = (try_training(recipe(f"Model.num_layers={n}"), 1) for n in (2, 4))
     six = try_training(recipe("Model.num_layers=6"), 1)

@@ -302,7 +302,7 @@ def test_the_gateway_reads_it_in_the_repository(repository: Path, tmp_path: Path
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "long"),
         ("{% set n = 400_000_000 %}{{ 'x' * n }}", "memory"),
-        ("{{ 'x' * 400_000_000 }}", "memory"),
+        pytest.param("{{ 'x' * 400_000_000 }}", "memory", marks=pytest.mark.slow),
         ("{% for", "is invalid"),
     ],
 )

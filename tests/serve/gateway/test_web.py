@@ -52,6 +52,7 @@ def sent(address: str, data: bytes, **headers: str) -> requests.Response:
     return requests.post(f"{address}/v1/completions", data, headers=named, timeout=30)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("java") is None, reason="no JDK")
 def test_javas_client_is_answered(address: str, tmp_path: Path) -> None:
     """Java's client offers an HTTP/2 upgrade: https://openjdk.org/groups/net/httpclient."""

@@ -207,7 +207,12 @@ def test_unsupported_constraints_are_rejected(
             grammar="start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(6000)) + 'a6000: "x"'
         ),
         constraint(regex="a?" * 30_000 + "a" * 20_000),
-        constraint(json={"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(10, 30)]}),
+        pytest.param(
+            constraint(
+                json={"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}"} for n in range(10, 30)]}
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["all of the stack", "gigabytes", "minutes"],
 )
