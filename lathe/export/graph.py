@@ -34,10 +34,10 @@ MIN_EXTERNAL_BYTES = 1024  # smaller tensors, such as shapes, stay in the graph
 PAGE = 4096  # weights begin at pages, which are mapped into memory
 HEAD_MULTIPLE = 8
 """onnxruntime's GroupQueryAttention supports head sizes that are a multiple of this,"""
-SCALES_INPUT = 12
-"""Index of GroupQueryAttention's first input that is a scale of its cache."""
 ROTARY_MULTIPLE = 16
 """and, if it rotates queries and keys, head sizes and rotated parts that are a multiple of this."""
+SCALES_INPUT = 12
+"""Index of GroupQueryAttention's first input that is a scale of its cache."""
 
 
 class Graph:
@@ -275,7 +275,7 @@ def attention_node(i: int, qkv: str, heads: LayerHeads, output: str, dtype: int)
     """
     # The ordinary step: all rows together; the chunk's cache passes through.
     ordinary = _IfBranch(i, heads, "ordinary")
-    attended, *own = ordinary.attend(qkv, "past", "seqlens_k", "total_sequence_length")
+    attended, *appended = ordinary.attend(qkv, "past", "seqlens_k", "total_sequence_length")
     kept = [ordinary.add("Identity", [name]) for name in _caches("chunk_past", i)]
     # The mixed step: a chunk of one prompt, and behind it a token for each row, which become a
     # batch (rows, 1, W) for their own attention.
@@ -292,7 +292,7 @@ def attention_node(i: int, qkv: str, heads: LayerHeads, output: str, dtype: int)
         [output, *_caches("present", i), *_caches("chunk_present", i)],
         name=output,
         then_branch=mixed.graph(together, [*cache, *chunk_cache], dtype),
-        else_branch=ordinary.graph(attended, [*own, *kept], dtype),
+        else_branch=ordinary.graph(attended, [*appended, *kept], dtype),
     )
 
 

@@ -57,7 +57,8 @@ def test_export_is_proven(
     theirs = AutoModelForCausalLM.from_pretrained(source).eval()
     if "int" in flavour:
         groups: dict[str, tuple[int, Bits]] = {"dynamic int8": (32, 8), "int4": (32, 4)}
-        model = quantized(load_checkpoint(source).model, *groups.get(flavour, (0, 8)))
+        parent, int8_cache = load_checkpoint(source).model, flavour == "dynamic int8"
+        model = quantized(parent, *groups.get(flavour, (0, 8)), int8_cache)
         save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
         source = tmp_path / "q"
     dtype = "float16" if flavour == "fp16" else "float32"
@@ -67,8 +68,8 @@ def test_export_is_proven(
     linears = 4 * 3 + 1
     assert result.integer_kernels == (linears if "int" in flavour else 0)
     found = OnnxModel(tmp_path / "onnx", threads=1)
-    groups = getattr(theirs.config, "num_key_value_heads", theirs.config.num_attention_heads)
-    assert found.n_kv_head == [groups] * 3
+    n_kv_head = getattr(theirs.config, "num_key_value_heads", theirs.config.num_attention_heads)
+    assert found.n_kv_head == [n_kv_head] * 3
     if flavour == "fp32":  # against transformers itself, with a cache too
         with torch.inference_mode():
             expected = theirs(TOKENS).logits.numpy()

@@ -228,13 +228,15 @@ def in_turn(*flavours: str) -> list[Any]:
     return quick_only(product(CASES, flavours), quick)
 
 
-def quantized(model: GPT, group_size: int = 0, bits: Bits = 4) -> GPT:
-    """Quantize all linears of a model in place, calibrated on TOKENS, and return it."""
+def quantized(model: GPT, group_size: int = 0, bits: Bits = 4, int8_cache: bool = False) -> GPT:
+    """Quantize all linears of a model, and the KV cache, in place, calibrated on TOKENS, and return
+    it."""
     forms = {name: LinearFormat() for name in (*model.config.linear_names(), HEAD)}
     if group_size:
         grouped = LinearFormat(WeightFormat.grouped(group_size, bits), "dynamic_int8")
         forms = dict.fromkeys(forms, grouped)
-    plan = QuantizationPlan(forms)
+    parts = [part for layer in model.config.cached_parts() for part in layer] if int8_cache else ()
+    plan = QuantizationPlan(forms, cache_scales=dict.fromkeys(parts, 0.0))
     fake_quant.insert(model, plan)
     scales = fake_quant.calibrate(model, [TOKENS])
     model.config = model.config.with_quantization(plan.with_scales(scales))
