@@ -53,6 +53,12 @@ def test_paddle_knows_static_scales_alone(named: str) -> None:
         require_supported("quantize", recipe)
 
 
+def test_paddle_has_no_int8_kv_cache() -> None:
+    given = ("Compress.engine=paddle", "Compress.Quantization.kv_cache_bits=8")
+    with raises(Code.UNSUPPORTED, "Compress.Quantization.kv_cache_bits"):
+        require_supported("quantize", load_recipe("tiny", given))
+
+
 def test_pact_has_no_bound_for_a_linear_with_dynamic_scales() -> None:
     pact = "Compress.Quantization.activation_preprocess_type=PACT"
     for given in (NAMED % "dynamic_int8", NAMED % "token_int8", SCALES + "token"):
