@@ -178,9 +178,7 @@ def insert_fake_quantization(
         make_plan(config, settings, formats),
         position_embedding=settings.quantize_embedding
         and config.architecture.positions == "learned",
-        cache_scales={name: 0.0 for layer in config.cached_parts() for name in layer}
-        if settings.kv_cache_bits
-        else {},
+        cache_scales=dict.fromkeys(config.cached_parts() if settings.kv_cache_bits else (), 0.0),
     )
     trainable = with_dropout(model, recipe.Model)
     fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")

@@ -181,7 +181,8 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
         stored = F.pad(rows, (0, 1))[..., places].numpy()
         if config.quantization and (scales := config.quantization.cache_scales):
             # The integers of an INT8 cache; the heads of all layers' keys come first.
-            parts = [scales[layer[k]] for k in (0, 1) for layer in config.cached_parts()]
+            names = config.cached_parts()
+            parts = [scales[name] for name in (*names[::2], *names[1::2])]
             repeated = np.repeat(np.array(parts, np.float32), config.n_kv_head * 2)
             stored = np.rint(stored / repeated[:, None, None]).clip(-128, 127).astype(np.int8)
         np.save(folder / PREFIX, stored)

@@ -136,7 +136,7 @@ def attention(g: Graph, layer: int, x: str) -> str:
     if g.plan and g.plan.cache_scales:
         cached = tuple(
             g.constant(f"{part}.scale", np.array([g.plan.cache_scales[part]], np.float32))
-            for part in config.cached_parts()[layer]
+            for part in family.cached_parts(layer)
         )
     heads = LayerHeads(n_head, n_kv_head, config.score_scale, kind.window, rotary, cached)
     g.nodes.append(attention_node(layer, qkv, heads, output, g.dtype))

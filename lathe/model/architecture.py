@@ -266,6 +266,14 @@ class Architecture:
         """Path of a block."""
         return f"{self.blocks}.{index}"
 
+    def attention(self, layer: int) -> str:
+        """Path of a layer's attention."""
+        return f"{self.block(layer)}.{self.column('heads').name.rpartition('.')[0]}"
+
+    def cached_parts(self, layer: int) -> tuple[str, str]:
+        """Paths of the modules through which a layer's keys and values pass into the KV cache."""
+        return f"{self.attention(layer)}.cached_key", f"{self.attention(layer)}.cached_value"
+
     def column(self, units: Units) -> Linear:
         """The linear that computes the units."""
         return next(x for x in self.linears if x.units == units and x.style == "column")

@@ -202,21 +202,19 @@ class GPTConfig:
         blocks = (family.block(i) for i in range(self.n_layer))
         return [f"{block}.{linear.name}" for block in blocks for linear in family.linears]
 
-    def cached_parts(self) -> list[tuple[str, str]]:
-        """Paths of the modules through which a layer's keys and values pass into the KV cache."""
-        family = self.architecture
-        attention = family.column("heads").name.rpartition(".")[0]
-        layers = (f"{family.block(i)}.{attention}" for i in range(self.n_layer))
-        return [(f"{layer}.cached_key", f"{layer}.cached_value") for layer in layers]
+    def cached_parts(self) -> list[str]:
+        """Paths of the modules through which keys and values pass into the KV cache, first layer
+        first."""
+        layers = range(self.n_layer)
+        return [name for i in layers for name in self.architecture.cached_parts(i)]
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor in a checkpoint's files: HF's, names without the prefix,
         and the keys and values of `prefix_tokens`."""
         yield from self.parameter_shapes()
         if self.prefix_tokens:
-            attention = self.architecture.column("heads").name.rpartition(".")[0]
             for i, groups in enumerate(self.n_kv_head):
-                name = f"{self.architecture.block(i)}.{attention}.prefix"
+                name = f"{self.architecture.attention(i)}.prefix"
                 yield name, (2, groups, self.n_prefix, self.head_dim)
 
     def parameter_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -106,9 +106,7 @@ class ShapeJson(_ConfigPart):
                 raise ValueError(
                     f"quantization has {min(unknown)}, which is not a linear of the model"
                 )
-            attention = family.column("heads").name.rpartition(".")[0]
-            layers = [f"{family.block(i)}.{attention}" for i in range(len(self.n_head))]
-            cached = {f"{x}.{part}" for x in layers for part in ("cached_key", "cached_value")}
+            cached = {x for i in range(len(self.n_head)) for x in family.cached_parts(i)}
             scales = self.quantization.cache_scales
             if scales and scales.keys() != cached:
                 raise ValueError(

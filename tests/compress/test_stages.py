@@ -139,21 +139,26 @@ def test_a_recipe_names_the_formats_of_linears(
 
 
 @pytest.mark.parametrize(
-    ("bits", "weight_only"),
+    ("bits", "weight_only", "cached"),
     [
-        *((8, False), (4, True)),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((8, True), (4, False))),
+        *((8, False, False), (4, True, False), (8, False, True)),
+        *(pytest.param(*x, False, marks=pytest.mark.slow) for x in ((8, True), (4, False))),
     ],
 )
 def test_quantized_checkpoint_computes_what_was_trained(
-    small_dense: Path, small_data: Path, tmp_path: Path, weight_only: bool, bits: int
+    small_dense: Path,
+    small_data: Path,
+    tmp_path: Path,
+    weight_only: bool,
+    bits: int,
+    cached: bool,
 ) -> None:
     """The plan in config.json rebuilds exactly the model whose loss the run reported."""
     skip = ("Compress.Quantization.skip_tensor_map.block_1=[linear2,qkv]",)
     alone = (WEIGHTS_ALONE,) if weight_only else ()
     width = f"Compress.Quantization.weight_bits={bits}"
-    cached = (KV_CACHE,) if weight_only else ()
-    recipe = load_recipe("tiny", (*QUANTIZE, *skip, *alone, width, *cached))
+    cache = (KV_CACHE,) if cached else ()
+    recipe = load_recipe("tiny", (*QUANTIZE, *skip, *alone, width, *cache))
     result = quantize(recipe, small_dense, small_data, tmp_path / "q")
     model = load_checkpoint(tmp_path / "q").model
     plan = model.config.quantization

@@ -48,7 +48,7 @@ def save_family(case: str, path: Path, tokenizer: Tokenizer) -> Path:
 
 @pytest.mark.parametrize(
     ("case", "flavour"),
-    in_turn("fp32", "fp16", "int8", "dynamic int8", "int4"),
+    in_turn("fp32", "fp16", "int8", "dynamic int8", "int4", "int8 cache"),
 )
 def test_export_is_proven(
     case: str, flavour: str, tmp_path: Path, byte_tokenizer: Tokenizer
@@ -56,15 +56,16 @@ def test_export_is_proven(
     source = save_family(case, tmp_path, byte_tokenizer)
     theirs = AutoModelForCausalLM.from_pretrained(source).eval()
     if "int" in flavour:
-        groups: dict[str, tuple[int, Bits]] = {"dynamic int8": (32, 8), "int4": (32, 4)}
-        parent, int8_cache = load_checkpoint(source).model, flavour == "dynamic int8"
+        groups: dict[str, tuple[int, Bits]] = {"int4": (32, 4)}
+        groups |= dict.fromkeys(("dynamic int8", "int8 cache"), (32, 8))
+        parent, int8_cache = load_checkpoint(source).model, flavour == "int8 cache"
         model = quantized(parent, *groups.get(flavour, (0, 8)), int8_cache)
         save_checkpoint(tmp_path / "q", model, byte_tokenizer, "quantize", Recipe())
         source = tmp_path / "q"
     dtype = "float16" if flavour == "fp16" else "float32"
     recipe = Recipe(Export=SETTINGS.model_copy(update={"dtype": dtype}))
     result = export(recipe, source, write_held_out(tmp_path / "data"), tmp_path / "onnx")
-    assert result.flavour == flavour.removeprefix("dynamic ")
+    assert result.flavour == flavour.removeprefix("dynamic ").removesuffix(" cache")
     linears = 4 * 3 + 1
     assert result.integer_kernels == (linears if "int" in flavour else 0)
     found = OnnxModel(tmp_path / "onnx", threads=1)

@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokeni
     found.set_prefix(prefix)
     plan = QuantizationPlan(
         {name: LinearFormat(activation=None) for name in (*found.config.linear_names(), HEAD)},
-        cache_scales={name: 0.0 for layer in found.config.cached_parts() for name in layer},
+        cache_scales=dict.fromkeys(found.config.cached_parts(), 0.0),
     )
     fake_quant.insert(found, plan)
     scales = fake_quant.calibrate(found, [TOKENS])
@@ -56,7 +56,7 @@ def test_a_scale_is_the_mean_of_the_largest_keys_of_texts(model: GPT) -> None:
             cache = plain.new_cache(1, len(text))
             plain.hidden(text[None], cache=cache)
             largest.append(float(cache.keys[0][:, :, model.config.n_prefix :].abs().max()))
-    key, _ = model.config.cached_parts()[0]
+    key = model.config.cached_parts()[0]
     # With a prefix, its keys count as well.
     least = float(np.mean(largest)) / 127
     assert plan.cache_scales[key] >= least * 0.999
@@ -70,7 +70,8 @@ def test_cached_keys_and_values_are_integers_times_their_scale(model: GPT) -> No
     model.hidden(TOKENS[:1], cache=cache)
     plan = model.config.quantization
     assert plan is not None
-    for layer, names in enumerate(model.config.cached_parts()):
+    for layer in range(model.config.n_layer):
+        names = model.config.architecture.cached_parts(layer)
         for name, found in zip(names, (cache.keys[layer], cache.values[layer]), strict=True):
             integers = found / plan.cache_scales[name]
             torch.testing.assert_close(integers, integers.round(), atol=1e-3, rtol=0)
@@ -117,11 +118,8 @@ def test_an_export_caches_what_torch_caches(
     with torch.no_grad():
         model.hidden(TOKENS[:1], cache=expected)
     names = model.config.cached_parts()
-    wanted = [
-        (cached / plan.cache_scales[layer[k]]).round()
-        for k, part in enumerate((expected.keys, expected.values))
-        for layer, cached in zip(names, part, strict=True)
-    ]
+    parts = zip((*names[::2], *names[1::2]), (*expected.keys, *expected.values), strict=True)
+    wanted = [(cached / plan.cache_scales[name]).round() for name, cached in parts]
     for found, integers in zip(cache.buffers, wanted, strict=True):
         size = integers.shape[-1]  # a padded head ends in zeros
         apart = np.abs(found[..., : integers.shape[2], :size] - integers.numpy())

@@ -235,7 +235,7 @@ def quantized(model: GPT, group_size: int = 0, bits: Bits = 4, int8_cache: bool 
     if group_size:
         grouped = LinearFormat(WeightFormat.grouped(group_size, bits), "dynamic_int8")
         forms = dict.fromkeys(forms, grouped)
-    parts = [part for layer in model.config.cached_parts() for part in layer] if int8_cache else ()
+    parts = model.config.cached_parts() if int8_cache else ()
     plan = QuantizationPlan(forms, cache_scales=dict.fromkeys(parts, 0.0))
     fake_quant.insert(model, plan)
     scales = fake_quant.calibrate(model, [TOKENS])

@@ -420,7 +420,12 @@ def test_the_watcher_is_told_what_the_slots_hold(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"int8": True, "int8_cache": True}, {"int8": True, "group_size": 32}],
+    [
+        {},
+        {"int8": True},
+        {"int8": True, "int8_cache": True},
+        {"int8": True, "group_size": 32},
+    ],
     ids=str,
 )
 def test_prefix_cache_hits_are_bit_identical(
