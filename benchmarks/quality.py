@@ -16,11 +16,11 @@ with other weights: the norms' gains are folded into the linears, and the residu
 rotated by a small random rotation exp(strength * A), with the output layer untied. `--strength 0`
 measures the file's own weights.
 
-Rows named `blocks` quantize the linears of the blocks only, as the literature does. Rows that depend
-on calibration text end in its name: novels, or WikiText's validation set, which is the one kind of
-text that they are then measured on; the others read novels, if any. llama.cpp's rows are quantized by its library, with an
-importance matrix where they say so, and read back. KL is in nats per token, from the reference.
-Finished rows are reused.
+Rows named `blocks` quantize the linears of the blocks only, as the literature does. Rows that
+depend on calibration text end in its name: novels, or WikiText's validation set, which is the one
+kind of text that they are then measured on; the others read novels, if any. llama.cpp's rows are
+quantized by its library, with an importance matrix where they say so, and read back. KL is in nats
+per token, from the reference. Finished rows are reused.
 
 `--peers autoround=PYTHON llmcompressor-awq-gptq=PYTHON ...` adds rows of other projects, each run
 by the Python of an environment that has it (`quality_peers.py`), on the text that GPTQ reads.
