@@ -26,7 +26,7 @@ from lathe.model.by_block import hidden_states
 from lathe.model.gpt import GPT
 from lathe.model.quantization import QuantizationPlan
 from lathe_base.config.settings import QuantizationSettings, Recipe
-from lathe_base.config.settings.types import FORMATS, Format
+from lathe_base.config.settings.types import FORMAT_BY_BITS, FORMATS, Format
 from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
@@ -186,7 +186,7 @@ class _Trial:
     ) -> None:
         self.recipe, self.model, self.formats = recipe, model, formats
         self.settings: QuantizationSettings = recipe.Compress.Quantization
-        usual: Format = "int4" if self.settings.weight_bits == 4 else "int8"
+        usual = FORMAT_BY_BITS[self.settings.weight_bits]
         undecided: set[Format] = {"int8"}
         if self.settings.activation_quantize_type == "moving_average_abs_max":
             undecided.add("static_int8")  # an analysis may have chosen it: the warning is due too

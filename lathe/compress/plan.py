@@ -30,7 +30,7 @@ from lathe.model.quantization import (
     WeightFormat,
 )
 from lathe_base.config.settings import QuantizationSettings, SensitivitySettings
-from lathe_base.config.settings.types import FORMATS, ActivationScales, Format
+from lathe_base.config.settings.types import FORMAT_BY_BITS, FORMATS, ActivationScales, Format
 from lathe_base.errors import Code, UserError
 
 log = logging.getLogger("lathe")
@@ -80,7 +80,7 @@ def formats(
         named: whether to include those that the recipe sets for individual linears.
     """
     offered = {"float", *(int8 or INT8_FORMATS[settings.activation_quantize_type])}
-    offered |= {"int4"} if settings.weight_bits == 4 else set()
+    offered |= {FORMAT_BY_BITS[settings.weight_bits]} - {"int8"}
     offered |= settings.named if named else set()
     return [fmt for fmt in FORMATS if fmt in offered]
 
@@ -94,7 +94,7 @@ def make_plan(
     Args:
         formats: those of individual linears; the others follow `weight_bits`.
     """
-    usual: Format = "int4" if settings.weight_bits == 4 else "int8"
+    usual = FORMAT_BY_BITS[settings.weight_bits]
     chosen = {name: (formats or {}).get(name, usual) for name in quantizable(config, settings)}
     in_float = settings.activation_quantize_type == "none"  # also the inputs of INT4 linears
 
@@ -107,7 +107,7 @@ def make_plan(
             weight = WeightFormat.grouped(settings.group_size, facts.bits, has_zeros)
         else:
             weight = INT8 if name == HEAD else WeightFormat(settings.weight_quantize_type)
-        return LinearFormat(weight, None if in_float and fmt == "int4" else facts.activation)
+        return LinearFormat(weight, None if in_float and facts.bits != 8 else facts.activation)
 
     return QuantizationPlan({n: linear(n, fmt) for n, fmt in chosen.items() if fmt != "float"})
 

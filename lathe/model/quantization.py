@@ -144,7 +144,7 @@ class QuantizationPlan:
         return [name for name, x in self.linears.items() if x.activation]
 
     @property
-    def weight_bits(self) -> int:
+    def weight_bits(self) -> Bits:
         """Bits of the narrowest weights."""
         return min((x.weight.bits for x in self.linears.values()), default=8)
 

@@ -32,7 +32,7 @@ from lathe.train.room import BY_BLOCK, device_with_room, pass_bytes
 from lathe.train.workers import choose_device
 from lathe_base.artifacts.journal import Journal
 from lathe_base.config.settings import QuantizationSettings, Recipe
-from lathe_base.config.settings.types import Format
+from lathe_base.config.settings.types import FORMAT_BY_BITS, Format
 from lathe_base.provenance.step import attested
 
 
@@ -82,7 +82,7 @@ class TorchModel:
         # A quantized checkpoint (mode qat) has its formats already; a float model is calibrated in
         # each that its linears may have.
         if plan:
-            self.forms = ["int4" if plan.weight_bits == 4 else "int8"]
+            self.forms = [FORMAT_BY_BITS[plan.weight_bits]]
             self.plans = {self.forms[0]: plan}
         else:
             every: dict[str, Format] = dict.fromkeys(possible, "int8")

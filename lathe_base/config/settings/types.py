@@ -122,6 +122,8 @@ FORMATS: dict[Format, FormatFacts] = {
     "float": FormatFacts("kept in float"),
 }
 """What each format is, narrowest first."""
+FORMAT_BY_BITS: dict[Bits, Format] = {4: "int4", 8: "int8"}
+"""The format that `weight_bits` gives every linear that has none of its own."""
 ActivationScales = Literal["auto", "moving_average_abs_max", "dynamic", "token", "none"]
 LinearName = Literal["qkv", "out", "linear1", "linear2"]  # of a block, as PaddleFleetX has them
 EvaluationRuntime = Literal["onnxruntime", "openvino"]
