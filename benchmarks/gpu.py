@@ -295,7 +295,8 @@ def one_by_one(device: str, folder: Path) -> Iterator[Figures]:
 
 
 def documents(device: str, folder: Path) -> Iterator[Figures]:
-    """Attention within documents, in one kernel beside one for each: the same, and how fast."""
+    """Attention within documents in one kernel beside one for each, and within a window in that
+    kernel beside a mask: the same, and how fast."""
     config = GPTConfig(512, 1024, 1024, 64, (16,), (64,))
     attention = Attention(config, 0, 0.0)
     rows, length = (8, 1024) if device == "cuda" else (2, 64)
@@ -303,20 +304,23 @@ def documents(device: str, folder: Path) -> Iterator[Figures]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     shape = (rows, 16, length, 64)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in "qkv")
-    outputs = []
-    # FlashAttention's kernel for all documents needs (8, 0); without a GPU there is only the other.
-    for name, capability in (("one kernel", (8, 0)), ("one for each", (0, 0))):
-        with patch.object(torch.cuda, "get_device_capability", lambda _, found=capability: found):
+    # FlashAttention's kernel needs (8, 0); without a GPU there are only the others.
+    for case, mask, window in (("documents", sizes, None), ("window", None, length // 4)):
+        attention.window, outputs = window, []
+        for name, capability in (("one kernel", (8, 0)), ("without it", (0, 0))):
+            with patch.object(
+                torch.cuda, "get_device_capability", lambda _, found=capability: found
+            ):
 
-            def run() -> list[torch.Tensor]:
-                out = attention._core(q, k, v, sizes, None)
-                return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+                def run(mask: tuple[int, ...] | None = mask) -> list[torch.Tensor]:
+                    out = attention._core(q, k, v, mask, None)
+                    return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
 
-            yield {f"{name}, ms": 1e3 * best_seconds(device, run)}
-            outputs.append(run())
-    away = max(float((a - b).abs().max()) for a, b in zip(*outputs, strict=True))
-    yield {"difference": away}
-    require(away < 0.1, f"the two differ by {away}")
+                yield {f"{case}, {name}, ms": 1e3 * best_seconds(device, run)}
+                outputs.append(run())
+        away = max(float((a - b).abs().max()) for a, b in zip(*outputs, strict=True))
+        yield {f"{case}, difference": away}
+        require(away < 0.1, f"{case}: the two differ by {away}")
 
 
 def losses(device: str, folder: Path) -> Iterator[Figures]:

@@ -244,15 +244,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The heads' outputs (B, H, T, D) of queries (B, H, T, D), keys and values (B, G, S, D)."""
         dropout = self.dropout if self.training else 0.0
+        new, known = q.shape[2], k.shape[2]
+        is_local = self.window is not None and known > self.window
+        has_varlen = prefix is None and not dropout and runs_varlen(v)
+        if has_varlen and is_local and mask is None and new == known:
+            # The kernel skips what is outside the window, which others compute and then mask.
+            bounds = torch.arange(len(q) + 1, dtype=torch.int32, device=v.device) * new
+            return self._varlen(q, k, v, bounds, new)
         if isinstance(mask, tuple):
-            # FlashAttention computes documents of any lengths in half precision, from Ampere on.
-            has_varlen = (
-                v.is_cuda
-                and v.dtype in (torch.float16, torch.bfloat16)
-                and torch.cuda.get_device_capability(v.device) >= (8, 0)
-            )
-            if prefix is None and not dropout and has_varlen:
-                return self._varlen(q, k, v, mask)
+            if has_varlen:
+                return self._varlen(q, k, v, document_bounds(mask, v.device), max(mask))
             # Elsewhere a kernel for each document: it takes no mask, and no time for what a mask
             # would hide. The rows' documents stand one after the other, in the order of `mask`.
             rows = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # (1, H, B T, D)
@@ -263,8 +264,8 @@ class Attention(nn.Module):
             # Every row, or document, begins with the prefix; a cache has it already.
             first_k, first_v = prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
             k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
-        new, known = q.shape[2], k.shape[2]
-        is_local = self.window is not None and known > self.window
+            known = k.shape[2]
+            is_local = self.window is not None and known > self.window
         # `is_causal` would align the first query and key: with earlier keys it needs a mask.
         if mask is None and new > 1 and (is_local or new < known):
             mask = torch.ones(new, known, dtype=torch.bool, device=q.device).tril(known - new)
@@ -280,12 +281,17 @@ class Attention(nn.Module):
             enable_gqa=self.per_group > 1,
         )
 
-    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Attention within each document, of all rows in one kernel: what `_core` computes with
-        one kernel for each."""
+    def _varlen(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+        """Attention within each text of all rows, in one kernel: what `_core` computes with a
+        kernel for each text, and a mask for a window.
+
+        Args:
+            bounds: where each text begins among the tokens of all rows, and where the last one
+                ends: (n + 1,) int32.
+            longest: tokens of the longest text.
+        """
         from torch.nn.attention.varlen import varlen_attn  # registers operators when imported
 
-        bounds, longest = document_bounds(sizes, v.device), max(sizes)
         rows = len(q)
         q, k, v = (x.to(v.dtype).transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, H, D)
         y = varlen_attn(
@@ -296,6 +302,13 @@ class Attention(nn.Module):
         )
         assert isinstance(y, Tensor)
         return torch.unflatten(y, 0, (rows, -1)).transpose(1, 2)
+
+
+def runs_varlen(v: Tensor) -> bool:
+    """Whether FlashAttention's kernel for texts of any lengths, and for windows, takes such values:
+    in half precision, from Ampere on."""
+    fits = v.dtype in (torch.float16, torch.bfloat16) and v.shape[-1] in range(8, 257, 8)
+    return v.is_cuda and fits and torch.cuda.get_device_capability(v.device) >= (8, 0)
 
 
 @functools.lru_cache(maxsize=64)  # all layers share it, also when a backward pass recomputes them
@@ -318,6 +331,9 @@ def attention_kernels(model: nn.Module, dtype: torch.dtype, length: int) -> list
                 for n in (module.n_head, groups, groups)
             )
             is_local = module.window is not None and length > module.window
+            if is_local and not module.dropout and module.cached_prefix is None and runs_varlen(v):
+                chosen["flash attention, within the window"] = None
+                continue
             mask = torch.ones(length, length, dtype=torch.bool, device=device) if is_local else None
             # The function by which scaled_dot_product_attention chooses; it has no public name.
             choice = torch._fused_sdp_choice(

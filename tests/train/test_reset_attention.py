@@ -162,7 +162,7 @@ def varlen(
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_one_kernel_for_all_documents_is_given_what_one_for_each_is(
+def test_one_kernel_for_all_documents_or_a_window_is_given_what_others_are(
     window: int | None, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attention = Attention(replace(UNIFORM, n_head=(4, 4), head_dim=8, n_embd=32), 0, 0.0)
@@ -170,6 +170,10 @@ def test_one_kernel_for_all_documents_is_given_what_one_for_each_is(
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, n, 9, 8, generator=generator) for n in (4, groups, groups))
     sizes = (4, 5, 9)
-    expected = attention._core(q, k, v, sizes, None)
+    documents, rows = (attention._core(q, k, v, mask, None) for mask in (sizes, None))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
-    torch.testing.assert_close(attention._varlen(q, k, v, sizes), expected)
+    monkeypatch.setattr("lathe.model.block.runs_varlen", lambda _: True)
+    torch.testing.assert_close(attention._core(q, k, v, sizes, None), documents)
+    if window:  # a whole row, too, instead of a mask
+        monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    torch.testing.assert_close(attention._core(q, k, v, None, None), rows)
