@@ -86,6 +86,23 @@ def test_a_run_of_the_pipeline_has_a_run_for_each_step(store, tmp_path, monkeypa
     assert parent.info.status == "FINISHED"
 
 
+def test_no_request_has_more_parameters_than_mlflows_server_takes(store, monkeypatch):
+    from mlflow import MlflowClient
+    from mlflow.utils.validation import MAX_PARAMS_TAGS_PER_BATCH
+
+    sizes, log_batch = [], MlflowClient.log_batch
+
+    def counted(client, run, metrics=(), params=()):
+        sizes.append(len(params))
+        log_batch(client, run, metrics, params)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", counted)
+    settings = {f"Group.key_{n}": n for n in range(2 * MAX_PARAMS_TAGS_PER_BATCH + 1)}
+    runs.open_step(runs.Task("full", RUN, "pretrain"), settings)
+    assert max(sizes) <= MAX_PARAMS_TAGS_PER_BATCH  # a file store, as here, has no limit
+    assert len(tracked(store)["pretrain"].data.params) == len(settings)
+
+
 def test_curves_of_a_training_are_thinned_out(store, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from lathe_base.config.recipe import load_recipe
 from lathe_base.errors import Code, StageError
 from lathe_base.ports import free_port
 from lathe_launch.local import Node, _join, run
 from lathe_launch.parent import TERMINATION
-from lathe_launch.shape import Shape, WorkerFailed
+from lathe_launch.shape import Shape, WorkerFailed, required_shape
 from tests.support.errors import raises
 
 TWO = Shape(processes_per_node=2)
@@ -52,6 +53,11 @@ def wait_for(condition, seconds: float = 120.0) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def test_auto_is_a_process_for_each_gpu_of_all_nodes() -> None:
+    nodes = ("Distributed.dp_degree=auto", "Launch.nodes=2", "Launch.gpus_per_node=4")
+    assert required_shape(load_recipe("base", nodes)) == Shape(2, 4)
 
 
 @pytest.mark.parametrize(

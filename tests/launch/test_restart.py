@@ -6,9 +6,17 @@ import time
 
 import pytest
 
+from lathe_base.config.settings import LaunchSettings
+from lathe_base.errors import Code
+from lathe_launch.cluster.api import connect
+from lathe_launch.cluster.manifest import find_launcher
+from lathe_launch.cluster.trainjob import _Attempts
+from lathe_launch.shape import Shape, WorkerFailed
+from tests.support.errors import raises
 from tests.support.fake_kubernetes import FakeKubernetes
 from tests.support.fake_trainer import TRAINJOBS, Pod
 from tests.support.launchers import (
+    COMMAND,
     count_requests,
     eventually,
     launcher,
@@ -51,6 +59,20 @@ def test_a_killed_launchers_job_is_adopted(in_pod: FakeKubernetes, same_pod: boo
     assert second.returncode == 0, err
     assert out == "last\n" and "adopted" in err
     assert len(trainer.created) == 1
+
+
+def test_an_adopted_job_keeps_its_count_of_failures(in_pod: FakeKubernetes) -> None:
+    cluster, settings = connect(), LaunchSettings(restarts=1)
+    work = cluster, find_launcher(cluster), COMMAND, Shape(), settings, 0.0
+    failure = WorkerFailed(0, 1, "a loss of nan")
+    first, second = _Attempts(*work), _Attempts(*work)
+    first.begin()
+    first.end(failure)
+    left = first.begin()["metadata"]["name"]  # and the launcher is killed
+    assert second.begin()["metadata"]["name"] == left
+    with raises(Code.FAILED, "a loss of nan", kind=WorkerFailed):
+        second.end(failure)
+    cluster.delete(left)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 traceback."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,15 @@ def test_a_file_that_changed_or_went_is_made_again(cache, model, caplog):
         f"{weights} has changed",
         f"{weights} is missing",
     ]
+
+
+def test_a_file_that_changed_but_not_in_length_is_made_again(cache, model, caplog):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    os.utime(weights, ns=(0, 0))  # both writes may be within one tick of the file system's clock
+    with caplog.at_level("INFO"):
+        assert cache.get(cache_key(cache)) is None
+    assert caplog.messages[0].endswith(f"{weights} has changed")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from components.step import NAMES, component
 from pipelines.commands.compile import app
 from pipelines.compiler import compile as compile_module
 from pipelines.compiler import objects
-from pipelines.compiler.compile import FUNCTIONS, MACHINES
+from pipelines.compiler.compile import FUNCTIONS, MACHINES, defaults
 from pipelines.steps.resources import Variant
 from tests.support.compiled import all_tasks, compiled, pods, tolerations
 
@@ -212,6 +212,12 @@ def test_a_run_without_arguments_of_a_paddle_version_is_paddles(name, recipe):
     assert parameters["overrides"]["defaultValue"] == ["Compress.engine=paddle"]
     told = {key for key, p in parameters.items() if p.get("defaultValue") == "tiny-prune-paddle"}
     assert told == ({recipe} if recipe else set())
+
+
+def test_the_last_of_several_engines_chooses_the_pruning_recipe():
+    torch, paddle = (f"Compress.engine={engine}" for engine in ("torch", "paddle"))
+    assert defaults("prune", [torch, paddle]) == {"recipe": "tiny-prune-paddle"}
+    assert defaults("prune", [paddle, torch]) == {}
 
 
 @pytest.mark.parametrize("name", PIPELINES)

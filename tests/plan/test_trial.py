@@ -83,6 +83,12 @@ def test_the_masks_of_quantization_are_planned(scales: str) -> None:
     assert trial.fullest.peak == pytest.approx(trial.estimate.total, rel=0.02)
 
 
+def test_a_peer_is_named_by_its_rank_among_all_processes() -> None:
+    layout = ("Distributed.dp_degree=2", PP, "Global.global_batch_size=16")
+    (last,) = try_ranks(load_recipe("tiny", [*SHAPE, *layout]), [3], 4, on_gpu=False)
+    assert {call.peer for call in last.collectives} == {None, 1}
+
+
 def test_every_distinct_kind_of_process_is_tried() -> None:
     ranks = list(tried_ranks(recipe_layout("gpt-175b-mp8-pp16", 128)))
     assert {rank // 8 for rank in ranks} == set(range(16))

@@ -206,6 +206,19 @@ def test_one_of_two_concurrent_pointer_moves_fails(store: str) -> None:
     assert releases.pointer().previous == (one.live,)
 
 
+def test_a_rollback_returns_to_the_release_before(store: str, tmp_path: Path) -> None:
+    recipe, now = make_recipe(store), datetime.now(UTC)
+    releases, names = open_releases(recipe), list[str]()
+    for text in ("first", "second", "third"):
+        (tmp_path / "config.pbtxt").write_text(text)
+        golden = Golden(published=now, max_tokens=1, prompts=(), figures={})
+        names.append(releases.publish(tmp_path, golden))
+        seen = releases.pointer()
+        releases.point(seen.moved_to(names[-1], now), seen)
+    assert roll_back(recipe).release == live(releases) == names[1]
+    assert roll_back(recipe).release == live(releases) == names[2]
+
+
 def test_the_commands(
     recipe: Recipe, releases: Releases, deployed: Path, s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

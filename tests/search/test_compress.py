@@ -1,17 +1,19 @@
 """The search for the best model that meets a target."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lathe.model.config import read_config
-from lathe.search.compress import compress
-from lathe.search.design import Goal, parse_goal
+from lathe.search.compress import METADATA, _Search, compress
+from lathe.search.design import Design, Goal, Proposal, parse_goal
 from lathe.search.result import Trial, conclude, require_met
 from lathe.train.pretrain import pretrain
 from lathe_base.config.recipe import load_recipe
-from lathe_base.config.settings import GateSettings
+from lathe_base.config.settings import GateSettings, Recipe
 from lathe_base.errors import Code, StageError
 from tests.support.errors import raises
 from tests.support.evaluation_folder import folder as evaluation_folder
@@ -84,6 +86,20 @@ def test_the_best_trial_has_the_best_quality_of_those_that_meet_the_target(tmp_p
 def trial(name: str, perplexity: float, bytes: float, verdict: str = "pass") -> Trial:
     times = dict.fromkeys(("latency", "prefill", "parameters"), 0.5)
     return Trial(name, None, perplexity, bytes=bytes, verdict=verdict, **times)
+
+
+def test_an_earlier_trial_is_judged_by_the_budget_of_this_search(tmp_path: Path) -> None:
+    goal, recipe = Goal("bytes", 0.5, "perplexity", 0.05), Recipe()
+    proposal = Proposal(Design((2,), (8,), {}), predicted=0.2, cost=0.1)
+    folder = tmp_path / proposal.design.name
+    for path, rise in ((tmp_path / "dense", 0.0), (folder, 0.1)):
+        path.mkdir()
+        evaluation_folder(path / "evaluation", rise=rise)
+    known = trial(proposal.design.name, perplexity=1.0, bytes=0.2)
+    (folder / METADATA).write_text(json.dumps(asdict(known)))
+    unread: Any = None
+    search = _Search(goal, *[recipe] * 3, unread, tmp_path, tmp_path, None, pytest.fail)
+    assert (known.verdict, search.attempt(proposal).verdict) == ("pass", "fail")
 
 
 @pytest.mark.slow

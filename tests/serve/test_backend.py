@@ -19,6 +19,7 @@ from lathe.release.rehearsal import ask, ask_http, ask_together
 from lathe_base.config.settings import GenerationSettings, ServingSettings
 from lathe_base.errors import Code
 from lathe_serving.client import Client
+from lathe_serving.client.grpc_transport import request, response_chunks
 from lathe_serving.repository import write_repository
 from lathe_serving.server import ANY_PORTS, TritonServer, start
 from tests.support.errors import raises
@@ -284,6 +285,16 @@ def test_a_client_that_leaves_frees_its_place(narrow: TritonServer, protocol: st
             with post(narrow, "generate_stream", body, stream=True) as reply:
                 assert json.loads(next(reply.iter_lines()).removeprefix(b"data: "))["tokens"]
         client.generate("b", max_tokens=1)
+
+
+def test_tritons_own_timeout_is_in_microseconds(narrow: TritonServer) -> None:
+    message = request("gpt", "a", {"max_tokens": 16000, "min_tokens": 16000})
+    message.parameters["timeout"].int64_param = 500_000
+    with grpc.insecure_channel(narrow.state.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        (response,) = stub.ModelStreamInfer(iter([message]), timeout=60)
+    (chunk,) = response_chunks(response.infer_response)
+    assert chunk.finish_reason == "timeout" and 0 < len(chunk.tokens) < 16000
 
 
 def test_a_deadline_ends_the_wait(narrow: TritonServer) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from lathe_base.errors import Code, UserError
 from lathe_base.storage import exists, fetch, upload
+from lathe_base.storage.local import READ_BYTES
 from lathe_base.storage.parts import PART_BYTES
 from lathe_base.storage.s3 import s3_client
 from tests.storage.conftest import Proxy
@@ -104,6 +105,26 @@ def test_an_object_that_changed_is_not_gone_on_with(
     proxy.mend()
     assert fetch(f"{s3}/f", tmp_path / "out").read_bytes() == big.read_bytes()
     assert proxy.down > SIZE
+
+
+def test_a_file_that_changed_is_fetched_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a store without digests, where nothing else would notice bytes of both versions."""
+    source, write = tmp_path / "source", os.pwrite
+    source.write_bytes(b"a" * 3 * READ_BYTES)
+
+    def interrupted(file: int, data: bytes, at: int) -> int:
+        if at:
+            raise KeyboardInterrupt
+        return write(file, data, at)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "pwrite", interrupted)
+        fetch(f"file://{source}", tmp_path / "out")
+    assert bytes_recorded(tmp_path / "out") == READ_BYTES
+    source.write_bytes(b"b" * 3 * READ_BYTES)
+    assert fetch(f"file://{source}", tmp_path / "out").read_bytes() == source.read_bytes()
 
 
 def test_a_short_cut_is_not_noticed(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:

@@ -278,6 +278,8 @@ def test_long_conversations_end_with_an_answer_or_are_left_out(
     assert kept.keys() == {"0", "2"}
     of_first = next(i for i in range(2) if samples.origin(i) == "0")
     assert samples.mask(of_first).nonzero()[0].max() == 43  # the end of the 4th of 6 turns
+    full = ChatSamples(tokens, range(1), 43, 0, 0, packs=True)  # a row that ends there too
+    assert full.mask(0).nonzero()[0].max() == 43
     with caplog.at_level("WARNING"):
         TrainBatches(recipe, tokens, Batch(1, 1, 1, 1), 0).announce(1)
     assert "of 3 conversations, 1 are longer than 49 tokens" in caplog.text

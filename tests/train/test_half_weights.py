@@ -73,16 +73,21 @@ def test_a_pipeline_trains_as_one_process_does(case: str, small_data: Path, tmp_
         np.testing.assert_allclose(*both, rtol=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("case", quick_only(["bfloat16", "float16"], ["float16"]))
 def test_a_killed_run_is_bitwise_reproducible(
-    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    recipe = load_recipe("tiny", (*PURE, *CASES["bfloat16"]))
+    """In float16 the first steps overflow: AdamW counts updates, not steps."""
+    overflows = "Engine.mix_precision.scale_loss=1048576"
+    recipe = load_recipe("tiny", (*PURE, *CASES[case], overflows))
     pretrain(recipe, small_data, tmp_path / "whole")
+    if case == "float16":
+        assert 0 < records(tmp_path / "whole", "skipped_steps")[3] < 4
     update = Trainer.update
 
     def killed(trainer: Trainer, rate: float) -> None:
         if trainer.at.step == 5:
+            trainer.poll_pending_save(wait=True)  # else it may begin again from the first step
             raise KeyboardInterrupt
         update(trainer, rate)
 

@@ -23,7 +23,7 @@ STATED = (
     "Card.language=en",
     "Card.intended_use=To count bottles | and walls.",
     "Card.out_of_scope=To count anything else.",
-    "Card.contact=The bottle team",
+    "Card.contact=The bottle | wall team",
     "Prepare.license=CC0-1.0",
 )
 MODELS = ("dense", "pruned", "int8", "int4")

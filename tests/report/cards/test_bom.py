@@ -74,7 +74,7 @@ def test_data_ancestors_and_use_are_in_it(stages: Stages) -> None:
     assert find_sha256(data) == meta["data"]["corpora"][0]["sha256"]
     assert data["licenses"] == [{"license": {"id": "CC0-1.0"}}]
     assert model["licenses"] == [{"license": {"id": "Apache-2.0"}}]
-    assert model["authors"] == [{"name": "The bottle team"}]
+    assert model["authors"] == [{"name": "The bottle | wall team"}]
     card = model["modelCard"]
     assert card["modelParameters"]["datasets"] == [{"ref": data["bom-ref"]}]
     assert card["modelParameters"]["modelArchitecture"] == "LatheGPT"

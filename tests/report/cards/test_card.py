@@ -73,6 +73,7 @@ def test_a_card_says_how_the_model_was_made(stages: Stages) -> None:
     assert row in int8 and row in int4
     assert "Intended use: To count bottles | and walls." in int8
     assert "Out of scope: To count anything else." in int8
+    assert r"| contact | The bottle \| wall team |" in int8  # one cell
 
 
 def test_a_model_that_was_not_measured_has_no_figures(stages: Stages) -> None:

@@ -171,6 +171,14 @@ def test_a_number_ends(
     assert accepts(grammars.start(constraint(json={"type": "string"}), []), byte_tokenizer, text)
 
 
+def test_the_limit_of_digits_is_that_of_a_number(
+    grammars: Grammars, byte_tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    text = json.dumps([12] * MAX_DIGITS, separators=(",", ":"))
+    assert accepts(grammars.start(constraint(json=schema), []), byte_tokenizer, text)
+
+
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
