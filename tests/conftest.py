@@ -8,8 +8,10 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -17,6 +19,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 import tenacity
+import typer
+from _pytest.logging import catching_logs
 
 from tests.support import environments, warm_server
 from tests.support.once import once
@@ -69,6 +73,29 @@ def _set_other_level(logger: logging.Logger, level: int | str) -> None:
 
 
 setattr(logging.Logger, "setLevel", _set_other_level)  # noqa: B010
+
+# pytest attaches its handlers to every logger that does not propagate, six times a test: torch has
+# sixty of these among thousands of loggers. Tests read the root's and Lathe's.
+_catch_all_logs = catching_logs.__enter__
+
+
+def _catch_read_logs(self: "catching_logs[logging.Handler]") -> logging.Handler:
+    if self.level is not None:  # of --log-level and the like
+        return _catch_all_logs(self)
+    root, own = logging.getLogger(), logging.getLogger("lathe")
+    for logger in (root,) if own.propagate else (root, own):
+        logger.addHandler(self.handler)
+        self.attached_loggers.append(logger)
+    return self.handler
+
+
+setattr(catching_logs, "__enter__", _catch_read_logs)  # noqa: B010
+
+# A command line is built again for each call, as a process builds it once: 10 ms for `lathe`.
+setattr(typer.main, "get_command", cache(typer.main.get_command))  # noqa: B010
+
+# make would look for python3.11, which may be a launcher such as pyenv's, ten times as slow.
+os.environ["PYTHON"] = sys.executable
 
 # The models are too small for a second thread, which would only spin on another test's core.
 os.environ["OMP_NUM_THREADS"] = "1"
