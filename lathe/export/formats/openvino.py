@@ -139,10 +139,13 @@ def read(folder: Path, config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
     for name, wanted in model.state_dict().items():
         if name not in nodes:
             raise StageError(f"{FILE}: has no {name}", Code.FAILED)
-        # A model of this node alone: OpenVINO dequantizes the weight as it would to compute.
-        part = Model([ops.result(nodes[name].output(0))], [])
-        exact = {"INFERENCE_PRECISION_HINT": "f32"}
-        (array,) = core.compile_model(part, "CPU", exact)([]).values()
+        if nodes[name].get_type_name() == "Constant":  # in float
+            array = nodes[name].data
+        else:
+            # A model of this node alone: OpenVINO dequantizes the weight as it would to compute.
+            part = Model([ops.result(nodes[name].output(0))], [])
+            exact = {"INFERENCE_PRECISION_HINT": "f32"}
+            (array,) = core.compile_model(part, "CPU", exact)([]).values()
         if f"{name}_scale" in nodes:  # of a table of integers, rows of which are looked up
             array = array * nodes[f"{name}_scale"].data[:, None]
         # Without the padding of the last group.
