@@ -24,12 +24,10 @@ UNREACHABLE = ("No matching distribution found", "Could not fetch URL", "Connect
 """Messages of pip if an index lacks a package or does not respond."""
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """A copy of the checkout, since a build leaves files in its folder."""
-    folder = tmp_path / "source"
-    for packages in DISTRIBUTIONS.values():
-        for package in packages:
+def copied(folder: Path, *distributions: str) -> Path:
+    """A copy of these in the checkout, since a build leaves files in its folder."""
+    for distribution in distributions:
+        for package in DISTRIBUTIONS[distribution]:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / package, folder / package, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -46,9 +44,8 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_the_wheel_holds_every_file_of_its_packages(
-    source: Path, tmp_path: Path, distribution: str
-) -> None:
+def test_the_wheel_holds_every_file_of_its_packages(tmp_path: Path, distribution: str) -> None:
+    source = copied(tmp_path / "source", distribution)
     files = {
         path.relative_to(source).as_posix()
         for package in DISTRIBUTIONS[distribution]
@@ -81,8 +78,8 @@ def test_a_verb_that_needs_an_extra_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_pip_install_gives_a_command_line_that_trains(source: Path, tmp_path: Path) -> None:
-    venv = tmp_path / "venv"
+def test_pip_install_gives_a_command_line_that_trains(tmp_path: Path) -> None:
+    source, venv = copied(tmp_path / "source", *DISTRIBUTIONS), tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", venv, cwd=tmp_path).returncode == 0
     # Versions from the lock file, but the build of torch that is installed here.
     locked = pins(ROOT / "images/train/requirements.lock") | {"torch": metadata.version("torch")}

@@ -79,6 +79,15 @@ def test_gptq_reads_as_much_as_the_recipe_says(
     assert [(tokens[:, 0] == end).all().item() for tokens in read] == [False] * 3 + [True] * 2
 
 
+@pytest.fixture(scope="module")
+def quantized(
+    small_dense: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    output = tmp_path_factory.mktemp("quantized") / "q"
+    quantize(load_recipe("tiny", UNTRAINED), small_dense, small_data, output)
+    return output
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -88,9 +97,8 @@ def test_gptq_reads_as_much_as_the_recipe_says(
     ],
 )
 def test_other_calibration_is_another_run(
-    small_dense: Path, small_data: Path, tmp_path: Path, change: str, what: str
+    small_dense: Path, small_data: Path, quantized: Path, change: str, what: str
 ) -> None:
-    quantize(load_recipe("tiny", UNTRAINED), small_dense, small_data, tmp_path / "q")
-    with raises(Code.STATE_MISMATCH, what, tmp_path / "q"):
+    with raises(Code.STATE_MISMATCH, what, quantized):
         recipe = load_recipe("tiny", (*UNTRAINED, change))
-        quantize(recipe, small_dense, small_data, tmp_path / "q")
+        quantize(recipe, small_dense, small_data, quantized)

@@ -16,13 +16,12 @@ import pytest
 import scipy.stats
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributions import Categorical, kl_divergence
 
 from lathe.compress.quantize import quantize
-from lathe.compress.sensitivity import measure
+from lathe.compress.sensitivity import measure, rank
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.compress.sensitivity.rank import validation_batches
@@ -44,9 +43,9 @@ QUANTIZE = (*SMALL, "Compress.Quantization.quantize_embedding=True", "Optimizer.
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip drawing figures, which takes most of the time; test_activation.py draws one."""
-    monkeypatch.setattr(Figure, "savefig", lambda self, out, **_: out.write("<svg/>"))
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip drawing the page, which takes most of the time; test_activation.py draws one."""
+    monkeypatch.setattr(rank, "sensitivity_page", lambda analysis: "")
 
 
 @pytest.fixture(scope="module")

@@ -88,22 +88,21 @@ def test_all_planted_passages_are_found_and_clean_ones_by_the_stated_rate() -> N
 
 
 def test_a_larger_text_has_a_larger_stride_and_no_more_memory() -> None:
-    small, large = (TrainingIndex.build(text(n), 8, 1 << 16) for n in (50_000, 5_000_000))
-    assert (small.shortest, small.filter.words.nbytes <= 1 << 16) == (13, True)
-    assert large.shortest > 100 and large.filter.words.nbytes == 1 << 16
-    training = text(5_000_000)
-    large = TrainingIndex.build(training, 8, 1 << 16)
+    small, training = text(50_000), text(2_000_000)
+    index, large = (TrainingIndex.build(tokens, 8, 1 << 15) for tokens in (small, training))
+    assert (index.shortest, index.filter.words.nbytes <= 1 << 15) == (13, True)
+    assert large.shortest > 100 and large.filter.words.nbytes == 1 << 15
     assert large.rate < 0.06
     at = slice(777, 777 + large.shortest)
     assert TrainingText([large]).marks([training[at]], 0.5).overlap == (1,)
 
 
 def test_near_copies_of_held_out_documents_are_left_out() -> None:
-    documents = [text(RNG.integers(15, 400)) for _ in range(2000)]
-    first = split_boundaries((90, 10, 0), 2000)[1]
+    documents = [text(RNG.integers(15, 400)) for _ in range(1000)]
+    first = split_boundaries((90, 10, 0), 1000)[1]
     planted = RNG.choice(first, 60, replace=False)
     for number, place in enumerate(planted):
-        own = documents[RNG.integers(first + 100, 2000)]  # held out even if the boundary moves
+        own = documents[RNG.integers(first + 50, 1000)]  # held out even if the boundary moves
         edited = np.where(RNG.random(len(own)) < 0.02, 1, own)
         quoting = np.concatenate((text(500), own, text(300)))
         documents[place] = (own, edited, quoting, own[len(own) // 2 :])[number % 4]
@@ -115,7 +114,7 @@ def test_near_copies_of_held_out_documents_are_left_out() -> None:
     def shared(a: int, b: int) -> float:
         return len(sets[a] & sets[b]) / max(1, min(len(sets[a]), len(sets[b])))
 
-    kept = [number for number in range(2000) if number not in set(left_out)]
+    kept = [number for number in range(1000) if number not in set(left_out)]
     boundary = split_boundaries((90, 10, 0), len(kept))[1]
     held_out = kept[boundary:]
     most = {a: max(shared(a, b) for b in held_out) for a in kept[:boundary]}

@@ -1,6 +1,7 @@
 """All formats on models of two families with massive activations: the loss of each, and that
 exports, their verification and their runtimes preserve dynamic scales."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +45,8 @@ FORMATS = {
 def make(
     request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> Callable[[], GPT]:
-    return lambda: request.param(tmp_path, byte_tokenizer)
+    model = request.param(tmp_path, byte_tokenizer)
+    return lambda: copy.deepcopy(model)
 
 
 MIXED = "static, dynamic where activations are massive"
@@ -94,7 +96,7 @@ def test_static_scales_lose_what_dynamic_ones_keep(make: Callable[[], GPT]) -> N
         assert cost[name, SCALE] < cost[name, 1.0] + 0.002
 
 
-@pytest.mark.parametrize("name", quick_only([*FORMATS, MIXED], ["int4", MIXED]))
+@pytest.mark.parametrize("name", quick_only([*FORMATS, MIXED], [MIXED]))
 def test_every_format_is_proven_and_every_runtime_computes_it(
     name: str, make: Callable[[], GPT], tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

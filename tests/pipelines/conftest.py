@@ -1,13 +1,25 @@
 """Fixtures: a recipe and a corpus small enough that stages take seconds, and a fake KFP server."""
 
+import functools
 import os
 
 import pytest
 
+from lathe_serving import environment
 from pipelines.cluster import doctor, submit
+from pipelines.compiler.compile import with_own_digest
 from tests.support import fake_kfp, quick_kfp  # noqa: F401
 from tests.support.compiled import build_once
 from tests.support.micro_run import write_corpus, write_recipe
+
+described_once = functools.cache(environment._described)
+with_own_digest_once = functools.cache(with_own_digest)  # of what was built once
+
+
+@pytest.fixture(autouse=True)
+def _environments_described_once(monkeypatch):
+    """Every check asks the interpreter of another environment what it has."""
+    monkeypatch.setattr(environment, "_described", described_once)
 
 
 @pytest.fixture
@@ -33,4 +45,5 @@ def kfp(monkeypatch, tmp_path):
         monkeypatch.setattr(submit, "_commit", lambda: "0123456789ab")
         for command in (submit, doctor):
             monkeypatch.setattr(command, "build", build_once)
+        monkeypatch.setattr(submit, "with_own_digest", with_own_digest_once)
         yield server

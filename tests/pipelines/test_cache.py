@@ -1,6 +1,7 @@
 """Cache keys of a local run's finished tasks, and damaged caches, whose tasks run again without a
 traceback."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -36,8 +37,13 @@ def cache(tmp_path, model):
     return made
 
 
+@functools.cache
+def settings(*overrides: str) -> str:
+    return plan("tiny", overrides)["pretrain"]
+
+
 def cache_key(cache: CheckedCache, *overrides: str, **arguments: object) -> str:
-    given = {"recipe": plan("tiny", overrides)["pretrain"]} | arguments
+    given = {"recipe": settings(*overrides)} | arguments
     return cache.compute_key("comp-pretrain", "image", COMMAND, given)
 
 
@@ -135,14 +141,14 @@ def test_other_code_is_another_task(cache, monkeypatch, caplog):
 
 
 def test_a_setting_written_otherwise_is_the_same(cache):
-    settings = load_recipe("tiny", []).model_dump_json(indent=1)
-    assert cache.get(cache_key(cache, recipe=plan(settings, [])["pretrain"])) is not None
+    values = load_recipe("tiny", []).model_dump_json(indent=1)
+    assert cache.get(cache_key(cache, recipe=plan(values, [])["pretrain"])) is not None
 
 
 def test_every_recipe_of_a_task_counts_by_its_settings(cache):
-    settings = load_recipe("tiny", []).model_dump_json(indent=1)
+    values = load_recipe("tiny", []).model_dump_json(indent=1)
     key = cache_key(cache, qat_recipe="tiny")
-    assert cache_key(cache, qat_recipe=settings) == key
+    assert cache_key(cache, qat_recipe=values) == key
     assert cache_key(cache, qat_recipe="tiny-qat") != key
 
 

@@ -178,13 +178,18 @@ def test_labels(registry, tag, labels):
         assert image_labels(image) == labels
 
 
+@pytest.fixture(scope="module")
+def pipeline():
+    """A pipeline whose images the tests set."""
+    return build("pretrain")
+
+
 @pytest.mark.parametrize(("tag", "gpus", "problems"), [
     ("cpu", 2, 1), ("cpu", 0, 0), ("cuda", 2, 0), ("old", 2, 0), ("strange", 2, 0),
 ])  # fmt: skip
-def test_gpus_need_images_for_gpus(registry, tag, gpus, problems):
+def test_gpus_need_images_for_gpus(registry, pipeline, tag, gpus, problems):
     address, kind = registry
     image = f"{address}/team/lathe-train:{tag}"
-    pipeline = build("pretrain")
     executors = pipeline.component_spec.implementation.graph.deployment_spec["executors"]
     executors["exec-pretrain"]["container"]["image"] = image
     found = list(run_checks(image_checks(pipeline, Pool(gpus=gpus)), is_preflight=True))

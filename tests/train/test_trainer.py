@@ -146,10 +146,11 @@ def test_a_finished_run_is_not_trained_again(small_data: Path, small_dense: Path
 def test_half_precision_follows_float32(
     small_data: Path, tmp_path: Path, small_dense: Path, precision: tuple[str, str]
 ) -> None:
-    recipe = load_recipe("tiny", (*SMALL, f"Engine.mix_precision.dtype={precision[0]}"))
+    half = ("Engine.max_steps=10", "Optimizer.lr.decay_steps=20")
+    recipe = load_recipe("tiny", (*SMALL, *half, f"Engine.mix_precision.dtype={precision[0]}"))
     pretrain(recipe, small_data, tmp_path / "half")
     np.testing.assert_allclose(
-        records(tmp_path / "half", "loss"), records(small_dense, "loss"), atol=0.05
+        records(tmp_path / "half", "loss"), records(small_dense, "loss")[:10], atol=0.05
     )
 
 

@@ -309,7 +309,7 @@ def test_the_gateway_reads_it_in_the_repository(repository: Path, tmp_path: Path
 def test_a_template_that_takes_too_much_is_ended_alone(
     server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, told: str
 ) -> None:
-    monkeypatch.setattr(template_module, "CPU_SECONDS", 1.0)
+    monkeypatch.setattr(template_module, "CPU_SECONDS", 0.5)
     with opened(server, Limits(), **with_chat_template(server, template, tmp_path)) as address:
         client = OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0, timeout=30)
         for _ in range(2):
