@@ -93,8 +93,13 @@ def test_every_layout_is_the_same_model(
     assert_same(imported(tmp_path / "ckpts", tokenizer), model)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("pp", "chunks", "tp"),
+    quick_only(
+        [(*pipeline, tp) for pipeline in ((2, 1), (4, 1), (2, 2)) for tp in (1, 2)],
+        [(2, 1, 2), (4, 1, 1), (2, 2, 2)],
+    ),
+)
 def test_pipeline_ranks_are_joined(
     tp: int, pp: int, chunks: int, model: GPT, tmp_path: Path, tokenizer: Path
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tables import quick_only
+
 STEP = """
 import os, signal, sys, time
 {imports}
@@ -75,7 +77,7 @@ def test_not_for_ever(tmp_path: Path) -> None:
     assert "error[killed]: the step was killed by SIGSEGV; restarts left: 0" in out
 
 
-@pytest.mark.parametrize(("body", "status"), [(MISTAKE, 2), (FAILED, 1)])
+@pytest.mark.parametrize(("body", "status"), quick_only([(MISTAKE, 2), (FAILED, 1)], [(FAILED, 1)]))
 def test_permanent_failures_are_not_retried(tmp_path: Path, body: str, status: int) -> None:
     step = start(tmp_path, body)
     step.communicate(timeout=120)

@@ -146,8 +146,8 @@ def flat(found: Any) -> list[Any]:
     quick_only(
         product(PASSES, (GPT2, LLAMA, GPT_NEOX)),
         [
-            *((name, GPT2) for name in ("calibration", "kl")),
-            *((name, LLAMA) for name in PASSES if name not in ("gptq int4", "learned")),
+            ("calibration", GPT2),
+            *((name, LLAMA) for name in PASSES if name not in ("gptq int4", "learned", "accuracy")),
         ],
     ),
 )

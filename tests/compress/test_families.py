@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from lathe_base.errors import Code
 from tests.support.errors import raises
 from tests.support.families import VOCABULARY, make, save
 from tests.support.small_run import SMALL, records
+from tests.support.tables import quick_only
 
 TOKENS = torch.randint(VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(3))
 SHAPE = (
@@ -53,19 +55,37 @@ COMPRESSED = {  # case -> changes
     "gpt-neox": {},
     "opt": {},
 }
+WITH_PARTS_OF_THEIR_OWN = ("gemma3", "phi3", "olmo2", "gpt-neox", "opt")
+"""Norms around both halves, fused gates, norms of all heads, parallel halves, and no gates."""
 
 
-@pytest.fixture(params=COMPRESSED)
-def other(request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokenizer) -> GPT:
-    """A model of another family: 80 channels and 4 query heads, in 2 groups or ungrouped."""
+@pytest.fixture(scope="module", params=quick_only(COMPRESSED, WITH_PARTS_OF_THEIR_OWN))
+def made_other(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    byte_tokenizer: Tokenizer,
+) -> GPT:
     made = make(request.param, **COMPRESSED[request.param])
-    return load_checkpoint(save(made, tmp_path / "hf", byte_tokenizer)).model
+    folder = tmp_path_factory.mktemp("other") / "hf"
+    return load_checkpoint(save(made, folder, byte_tokenizer)).model
 
 
 @pytest.fixture
-def model(tmp_path: Path, byte_tokenizer: Tokenizer) -> GPT:
+def other(made_other: GPT) -> GPT:
+    """A model of another family: 80 channels and 4 query heads, in 2 groups or ungrouped."""
+    return copy.deepcopy(made_other)
+
+
+@pytest.fixture(scope="module")
+def made_model(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> GPT:
+    folder = tmp_path_factory.mktemp("qwen3") / "hf"
+    return load_checkpoint(save(make("qwen3"), folder, byte_tokenizer)).model
+
+
+@pytest.fixture
+def model(made_model: GPT) -> GPT:
     """A Qwen3 model: 4 query heads of size 8 in 2 groups, 80 channels."""
-    return load_checkpoint(save(make("qwen3"), tmp_path / "hf", byte_tokenizer)).model
+    return copy.deepcopy(made_model)
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +235,13 @@ def test_query_heads_go_by_their_rank_within_the_group(model: GPT) -> None:
         assert layer.queries[:, 0].tolist() == found.view(2, 2).argmax(1).tolist()
 
 
-@pytest.mark.parametrize("criterion", CRITERIA)
-@pytest.mark.parametrize("unit", ["group", "query"])
-@pytest.mark.parametrize("scope", ["uniform", "global"])
+@pytest.mark.parametrize(
+    ("scope", "unit", "criterion"),
+    quick_only(
+        product(("uniform", "global"), ("group", "query"), CRITERIA),
+        [(s, u, c) for s, u in (("uniform", "group"), ("global", "query")) for c in CRITERIA],
+    ),
+)
 def test_every_criterion_prunes(model: GPT, criterion: str, unit: str, scope: str) -> None:
     settings = PruneSettings(criterion=criterion, scope=scope, ratio=0.5, head_unit=unit)
     before = model.config
@@ -271,7 +295,9 @@ def test_prune_with_a_teacher_then_quantize(dense: Path, small_data: Path, tmp_p
     assert len(records(tmp_path / "p", "loss")) == 20
 
 
-@pytest.mark.parametrize(("bits", "rounding"), [(8, "nearest"), (4, "gptq")])
+@pytest.mark.parametrize(
+    ("bits", "rounding"), [pytest.param(8, "nearest", marks=pytest.mark.slow), (4, "gptq")]
+)
 def test_quantized_checkpoint_computes_what_was_trained(
     dense: Path, small_data: Path, tmp_path: Path, bits: int, rounding: str
 ) -> None:
@@ -304,7 +330,8 @@ def test_quantized_checkpoint_computes_what_was_trained(
 
 
 def test_analysis_names_every_linear(dense: Path, small_data: Path, tmp_path: Path) -> None:
-    recipe = load_recipe("tiny", (*SMALL, "Compress.Quantization.quantize_embedding=True"))
+    few = ("Sensitivity.eval_batches=1", "Sensitivity.calibration_batches=1")
+    recipe = load_recipe("tiny", (*SMALL, *few, "Compress.Quantization.quantize_embedding=True"))
     result = analyze(recipe, dense, small_data, tmp_path / "a")
     config = load_checkpoint(dense).model.config
     assert {x.name for x in result.linears} == {*config.linear_names(), HEAD}

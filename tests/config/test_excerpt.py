@@ -9,9 +9,10 @@ from lathe_base.config.settings import Recipe
 from lathe_base.config.settings.types import UndeclaredSetting
 from lathe_base.errors import Code
 from tests.support.errors import raises
+from tests.support.tables import quick_only
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
+@pytest.mark.parametrize("name", quick_only(shipped_recipes(), shipped_recipes()[::5]))
 def test_a_recipe_as_text_is_the_same_recipe(name: str) -> None:
     recipe = load_recipe(name)
     assert load_recipe(recipe_as_text(recipe)) == recipe

@@ -210,9 +210,8 @@ def test_a_folder_of_wheels(machine: Machine, variable: str, tmp_path: Path) -> 
     assert machine.build(**{variable: f"{absent}{tmp_path}/cpu"}) == CPU
 
 
-@pytest.mark.parametrize(
-    "variable", quick_only(["PIP_EXTRA_INDEX_URL", "UV_INDEX"], ["PIP_EXTRA_INDEX_URL"])
-)
+@pytest.mark.slow  # that of a configuration file is quick
+@pytest.mark.parametrize("variable", ["PIP_EXTRA_INDEX_URL", "UV_INDEX"])
 def test_an_extra_index(machine: Machine, variable: str, cpu_index: str) -> None:
     assert machine.build(**{variable: cpu_index}) == CPU
 

@@ -5,8 +5,13 @@ import pytest
 from tests.support.rendered import ALL, OVERLAYS, VARIANTS, Object, variant
 from tests.support.tables import quick_only
 
-QUICK = [x for x in VARIANTS if x in (*OVERLAYS, *ALL) or x.startswith("production")]
-"""Every component in one overlay, and all of them together in the others."""
+CHANGING = (
+    *("default-account", "gang-scheduling", "gpu-serving", "kserve", "openshift"),
+    *("signed-releases", "workload-identity"),
+)
+"""Components that change objects of an overlay; the others only add some."""
+QUICK = [*OVERLAYS, *ALL, *(f"production+{name}" for name in CHANGING)]
+"""Each of them in one overlay, and all components together in the others."""
 
 
 @pytest.fixture(scope="session", params=quick_only(VARIANTS, QUICK))

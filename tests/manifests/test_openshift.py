@@ -2,21 +2,23 @@
 
 import pytest
 
-from tests.support.rendered import OVERLAYS, find_namespace, named, of_kind, pods, variant
+from tests.support.rendered import find_namespace, named, of_kind, pods, variant
 
 IDENTITY = {"runAsUser", "runAsGroup", "fsGroup"}
 
 
-@pytest.mark.parametrize("overlay", [*OVERLAYS, "kind+kserve"])
-@pytest.mark.parametrize("first", [True, False])
-def test_no_pod_has_a_fixed_user(
-    overlay: str, first: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    base, *others = overlay.split("+")
-    if not others and not first:
-        pytest.skip("there is only one component")
-    components = ["openshift", *others] if first else [*others, "openshift"]
-    objects = variant("+".join([base, *components]), tmp_path_factory)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "production+openshift",
+        "standalone+openshift",
+        pytest.param("kind+openshift", marks=pytest.mark.slow),
+        "kind+openshift+kserve",
+        "kind+kserve+openshift",
+    ],
+)
+def test_no_pod_has_a_fixed_user(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    objects = variant(name, tmp_path_factory)
     found = pods(objects)
     assert len(found) == 4
     for pod in found:

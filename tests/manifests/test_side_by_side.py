@@ -44,7 +44,14 @@ def installation(folder: Path, overlay: str, namespace: str, *components: str) -
 
 
 @pytest.mark.parametrize(
-    "overlays", [*((one, one) for one in OVERLAYS), ("production", "kind")], ids="+".join
+    "overlays",
+    [
+        ("production", "production"),
+        ("standalone", "standalone"),
+        pytest.param(("kind", "kind"), marks=pytest.mark.slow),
+        pytest.param(("production", "kind"), marks=pytest.mark.slow),
+    ],
+    ids="+".join,
 )
 @pytest.mark.parametrize(
     "components",

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, byte_tokenizer: To
     assert ours.config.n_params == sum(p.numel() for p in theirs.parameters())
 
 
-@every_family
+@every_path
 def test_documents_of_a_row_are_each_alone(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
@@ -72,8 +73,12 @@ def test_documents_of_a_row_are_each_alone(
             torch.testing.assert_close(logits, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-@every_path
-@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize(
+    ("case", "padding"),
+    quick_only(
+        product(FAMILIES, ("left", "right")), [*zip(PATHS, 5 * ("left", "right"), strict=True)]
+    ),
+)
 def test_padded_rows_equal_transformers(
     case: str, padding: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
@@ -95,20 +100,20 @@ def test_greedy_and_beam_texts_equal_transformers(
 ) -> None:
     theirs = make(case)
     ours = load_checkpoint(save(theirs, tmp_path / "hf", byte_tokenizer))
-    settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=20)
+    settings = GenerationSettings(decode_strategy="greedy_search", max_dec_len=12)
     prompts = [TOKENS[0, :7].tolist(), TOKENS[1, :12].tolist()]
     free = generate(ours.model, prompts, settings)
     ends = [free[0][6], free[1][9]]  # both end before the limit
     for strategy, beams in (("greedy_search", 1), ("beam_search", 3)):
         settings = GenerationSettings(
-            decode_strategy=strategy, max_dec_len=20, min_dec_len=0, num_beams=max(2, beams)
+            decode_strategy=strategy, max_dec_len=12, min_dec_len=0, num_beams=max(2, beams)
         )
         found = generate(ours.model, prompts, settings, ends)
         for prompt, row in zip(prompts, found, strict=True):
             expected = theirs.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=20,
+                max_new_tokens=12,
                 do_sample=False,
                 num_beams=beams,
                 eos_token_id=ends,
@@ -117,7 +122,7 @@ def test_greedy_and_beam_texts_equal_transformers(
             assert row == (expected[:-1] if expected[-1] in ends else expected)
 
 
-@every_family
+@every_path
 def test_transformers_reads_what_lathe_writes(
     case: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:

@@ -132,7 +132,10 @@ def test_a_model_in_float32_computes_what_it_did_before_it_became_gguf(
 
 @pytest.mark.parametrize(
     "kind",
-    [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K],
+    quick_only(
+        [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K],
+        [Kind.BF16, Kind.Q8_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K],
+    ),
     ids=lambda kind: kind.name,
 )
 @pytest.mark.parametrize("tied", quick_only((False, True), (True,)))

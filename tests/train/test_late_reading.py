@@ -20,6 +20,7 @@ from lathe_base.config.settings import MixPrecision
 from lathe_base.errors import Code, Preempted
 from tests.support.errors import raises
 from tests.support.small_run import SMALL, records
+from tests.support.tables import quick_only
 
 SHORT = (*SMALL, "Engine.max_steps=9", "Engine.eval_freq=4", "Engine.save_load.save_steps=3")
 OVERFLOWS = (
@@ -51,7 +52,7 @@ def trace(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_only(CASES, ("float32", "overflows, O2")))
 def test_a_step_read_late_leaves_trace_and_weights(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

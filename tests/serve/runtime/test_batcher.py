@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from lathe_serving.runtime.text import encode_prompts
 from lathe_serving.runtime.text_generator import TextGenerator
 from tests.support.errors import raises
 from tests.support.small_export import PRUNED, make_model, write_unproven
+from tests.support.tables import quick_only
 
 MIXED_ONLY = ("mixed", "mixed_sizes", "chunk_lengths", "chunk_seqlens_k")
 GREEDY = Params(decode_strategy="greedy_search", min_tokens=0)
@@ -185,8 +187,10 @@ def test_everyone_gets_what_they_get_alone(
             assert len(tokens) == 2
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("repetition", [1.0, 1.5])
+@pytest.mark.parametrize(
+    ("penalty", "repetition"),
+    quick_only(product((0.0, 1.0, 2.0), (1.0, 1.5)), [(0.0, 1.5), (1.0, 1.0), (2.0, 1.5)]),
+)
 def test_beam_search_is_torchs(
     generator: TextGenerator,
     by_torch: Callable[..., list[list[int]]],
@@ -422,7 +426,7 @@ def test_the_watcher_is_told_what_the_slots_hold(folder: Path) -> None:
     "options",
     [
         {},
-        {"int8": True},
+        pytest.param({"int8": True}, marks=pytest.mark.slow),
         {"int8": True, "int8_cache": True},
         {"int8": True, "group_size": 32},
     ],

@@ -120,7 +120,7 @@ def test_weights_and_scales_are_the_exports(tmp_path: Path, byte_tokenizer: Toke
 # All of these families are also verified in INT8 with the usual graph.
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow if i % 4 else ()) for i, case in enumerate(CASES)],
+    [pytest.param(case, marks=pytest.mark.slow if i % 8 else ()) for i, case in enumerate(CASES)],
 )
 def test_other_families(case: str, tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
     name, changes = CASES[case]
