@@ -155,7 +155,7 @@ def test_an_engine_that_does_not_install_says_why(tmp_path: Path, league: None) 
     from peers.entries import Entry
     from peers.process import Failed, make_environment
 
-    with pytest.raises(Failed, match="missing.whl"):
+    with pytest.raises(Failed, match=r"missing\.whl"):
         make_environment(Entry("none", "none", "none", 8, ("missing.whl",)), tmp_path)
 
 

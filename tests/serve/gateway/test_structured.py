@@ -97,7 +97,7 @@ def test_a_json_object_is_one(openai: OpenAI) -> None:
 
 def test_log_probabilities_and_an_echo_are_as_without(openai: OpenAI) -> None:
     extra = {"guided_regex": "[a-z]{5}", "logprobs": 1, "echo": True}
-    (choice,) = openai.completions.create(**HELLO, extra_body=extra).choices
+    (choice,) = openai.completions.create(**HELLO, seed=0, extra_body=extra).choices
     assert re.fullmatch("hello[a-z]{5}", choice.text)
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
     assert len(choice.logprobs.token_logprobs) == 10
