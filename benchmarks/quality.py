@@ -316,7 +316,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=16, help="number of the text's windows")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--passages", type=int, default=500, help="number of cloze passages")
-    parser.add_argument("--dtype", default="float32", help="of the passages' Offline_Eval.dtype")
     parser.add_argument(
         "--peers", nargs="*", default=[], metavar="PEER=PYTHON", help="see quality_peers.py"
     )
@@ -437,8 +436,7 @@ def main() -> None:
             began = time.monotonic()
             model = make(folder / "model")
             seconds = time.monotonic() - began
-            settings = recipe(f"Offline_Eval.dtype={given.dtype}")
-            evaluate(settings, model, folder / "metrics", cloze=passages, text=None)
+            evaluate(recipe(), model, folder / "metrics", cloze=passages, text=None)
             cloze = read_metrics(folder / "metrics")["cloze"]
             file, loaded = model / gguf.FILE, load_checkpoint(model).model
             figures = Figures(
