@@ -244,15 +244,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The heads' outputs (B, H, T, D) of queries (B, H, T, D), keys and values (B, G, S, D)."""
         dropout = self.dropout if self.training else 0.0
-        new, known = q.shape[2], k.shape[2]
-        is_local = self.window is not None and known > self.window
-        has_varlen = prefix is None and not dropout and runs_varlen(v)
-        if has_varlen and is_local and mask is None and new == known:
-            # The kernel skips what is outside the window, which others compute and then mask.
-            bounds = torch.arange(len(q) + 1, dtype=torch.int32, device=v.device) * new
-            return self._varlen(q, k, v, bounds, new)
         if isinstance(mask, tuple):
-            if has_varlen:
+            if runs_varlen(v, dropout, prefix):
                 return self._varlen(q, k, v, document_bounds(mask, v.device), max(mask))
             # Elsewhere a kernel for each document: it takes no mask, and no time for what a mask
             # would hide. The rows' documents stand one after the other, in the order of `mask`.
@@ -264,8 +257,12 @@ class Attention(nn.Module):
             # Every row, or document, begins with the prefix; a cache has it already.
             first_k, first_v = prefix.type_as(k)[:, None].expand(-1, len(k), -1, -1, -1)
             k, v = torch.cat((first_k, k), 2), torch.cat((first_v, v), 2)
-            known = k.shape[2]
-            is_local = self.window is not None and known > self.window
+        new, known = q.shape[2], k.shape[2]
+        is_local = self.window is not None and known > self.window
+        if is_local and mask is None and new == known and runs_varlen(v, dropout, prefix):
+            # The kernel skips what is outside the window, which others compute and then mask.
+            bounds = torch.arange(len(q) + 1, dtype=torch.int32, device=v.device) * new
+            return self._varlen(q, k, v, bounds, new)
         # `is_causal` would align the first query and key: with earlier keys it needs a mask.
         if mask is None and new > 1 and (is_local or new < known):
             mask = torch.ones(new, known, dtype=torch.bool, device=q.device).tril(known - new)
@@ -304,11 +301,13 @@ class Attention(nn.Module):
         return torch.unflatten(y, 0, (rows, -1)).transpose(1, 2)
 
 
-def runs_varlen(v: Tensor) -> bool:
+def runs_varlen(v: Tensor, dropout: float, prefix: Tensor | None) -> bool:
     """Whether FlashAttention's kernel for texts of any lengths, and for windows, takes such values:
-    in half precision, from Ampere on."""
+    in half precision, from Ampere on, without dropout or a prefix."""
+    if not v.is_cuda or dropout or prefix is not None:
+        return False
     fits = v.dtype in (torch.float16, torch.bfloat16) and v.shape[-1] in range(8, 257, 8)
-    return v.is_cuda and fits and torch.cuda.get_device_capability(v.device) >= (8, 0)
+    return fits and torch.cuda.get_device_capability(v.device) >= (8, 0)
 
 
 @functools.lru_cache(maxsize=64)  # all layers share it, also when a backward pass recomputes them
@@ -331,7 +330,7 @@ def attention_kernels(model: nn.Module, dtype: torch.dtype, length: int) -> list
                 for n in (module.n_head, groups, groups)
             )
             is_local = module.window is not None and length > module.window
-            if is_local and not module.dropout and module.cached_prefix is None and runs_varlen(v):
+            if is_local and runs_varlen(v, module.dropout, module.cached_prefix):
                 chosen["flash attention, within the window"] = None
                 continue
             mask = torch.ones(length, length, dtype=torch.bool, device=device) if is_local else None

@@ -172,7 +172,7 @@ def test_one_kernel_for_all_documents_or_a_window_is_given_what_others_are(
     sizes = (4, 5, 9)
     documents, rows = (attention._core(q, k, v, mask, None) for mask in (sizes, None))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
-    monkeypatch.setattr("lathe.model.block.runs_varlen", lambda _: True)
+    monkeypatch.setattr("lathe.model.block.runs_varlen", lambda *_: True)
     torch.testing.assert_close(attention._core(q, k, v, sizes, None), documents)
     if window:  # a whole row, too, instead of a mask
         monkeypatch.setattr(F, "scaled_dot_product_attention", None)
