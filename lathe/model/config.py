@@ -113,6 +113,11 @@ class GPTConfig:
         return tuple(h // g for h, g in zip(self.n_head, self.n_kv_head, strict=True))
 
     @property
+    def has_equal_layers(self) -> bool:
+        """Whether all layers have the same numbers of heads and channels."""
+        return len({*zip(self.n_head, self.n_kv_head, self.n_inner, strict=True)}) == 1
+
+    @property
     def is_uniform(self) -> bool:
         """Whether HF's class can represent the model: all layers are equal, the number of heads is
         supported, rotary embedding rotates whole heads, and there is no prefix."""
@@ -121,7 +126,7 @@ class GPTConfig:
         is_partial = self.rope is not None and self.rope.partial_rotary_factor < 1
         if is_partial and not self.architecture.rotates_part:
             return False
-        if len({*zip(self.n_head, self.n_kv_head, self.n_inner, strict=True)}) > 1:
+        if not self.has_equal_layers:
             return False
         if self.architecture.has_head_dim:
             return self.n_embd % self.n_head[0] == 0

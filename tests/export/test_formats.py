@@ -3,7 +3,7 @@ llama.cpp."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -630,10 +630,14 @@ def test_openvino_keeps_the_integers(plan: str, checkpoint: Make, tmp_path: Path
     assert kinds[wanted] >= 12, kinds
 
 
-def pruned(config: GPTConfig) -> GPT:
-    """A random model whose layers differ in width."""
-    widths: dict[str, Any] = {"n_head": (4, 2, 4), "kv_heads": (2, 1, 2), "n_inner": (192, 96, 64)}
-    model = GPT(replace(config, **widths))
+WIDTHS: dict[str, Any] = {"n_head": (4, 2, 4), "kv_heads": (2, 1, 2), "n_inner": (192, 96, 64)}
+HIDDEN_SIZE = {"n_embd": 50}
+"""No multiple of the number of heads, whose features do not add up to it."""
+
+
+def pruned(config: GPTConfig, shape: Mapping[str, Any] = WIDTHS) -> GPT:
+    """A random model of another shape, by default one whose layers differ in width."""
+    model = GPT(replace(config, **shape))
     model.initialize(0.1, seed=0)
     return model.eval()
 
@@ -651,6 +655,20 @@ def test_a_pruned_model_comes_back_from_gguf(case: str, checkpoint: Make, tmp_pa
         torch.testing.assert_close(again(TOKENS), found.model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["gpt2", "qwen2", "phi3", "olmo2", "starcoder2"])
+@pytest.mark.parametrize("shape", [HIDDEN_SIZE, {"n_head": (2, 2), "kv_heads": (1, 1)}])
+def test_heads_that_do_not_add_up_to_the_hidden_size_are_not_in_gguf(
+    case: str, shape: dict[str, Any], checkpoint: Make, tmp_path: Path
+) -> None:
+    """llama.cpp could not load such a file: its matrices have the hidden size there."""
+    found = checkpoint(case, "float", num_hidden_layers=2, **AS_IN_LLAMA_CPP.get(case, {}))
+    if not found.model.config.kv_heads:
+        shape = {name: x for name, x in shape.items() if name != "kv_heads"}
+    found = replace(found, model=pruned(found.model.config, shape))
+    with raises(Code.UNSUPPORTED, found.model.config.architecture.title, "features together"):
+        write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
+
+
 def test_layers_without_attention_are_refused(checkpoint: Make, tmp_path: Path) -> None:
     found = checkpoint("llama", "float")
     found = replace(found, model=pruned(found.model.config))
@@ -663,16 +681,22 @@ def test_layers_without_attention_are_refused(checkpoint: Make, tmp_path: Path) 
         import_gguf(Recipe(), tmp_path / gguf.FILE, tmp_path / "again")
 
 
-@pytest.mark.parametrize("case", [*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2", "pruned"])
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [
+        *((case, {}) for case in (*IN_GGUF, *AS_IN_LLAMA_CPP, "gpt2")),
+        ("llama", WIDTHS),
+        *((case, HIDDEN_SIZE) for case in ("llama", "mistral", "qwen3", "smollm3", "gemma3")),
+    ],
+)
 def test_llama_cpp_computes_what_torch_does(
-    case: str, checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
+    case: str, shape: dict[str, Any], checkpoint: Make, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """llama.cpp runs pruned models with the architecture `deci`."""
+    """llama.cpp runs models whose layers differ with the architecture `deci`."""
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    own = "llama" if case == "pruned" else case
-    found = checkpoint(own, "float", **AS_IN_LLAMA_CPP.get(case, {}))
-    if case == "pruned":
-        found = replace(found, model=pruned(found.model.config))
+    found = checkpoint(case, "float", **AS_IN_LLAMA_CPP.get(case, {}))
+    if shape:
+        found = replace(found, model=pruned(found.model.config, shape))
     write_formats(found, tmp_path, ExportSettings(formats=["gguf"]))
     with torch.inference_mode():
         expected = found.model(TOKENS[:1])[0].numpy()

@@ -1,4 +1,4 @@
-"""Pruned models whose layers differ in width, padded with zeros for transformers and vLLM."""
+"""Pruned models that HF's classes cannot represent, padded with zeros for transformers and vLLM."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Models whose layers differ in width, as after pruning."""
+"""Models whose layers differ in width, or whose heads do not add up to the hidden size, as after
+pruning."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,12 @@ CASES: dict[str, tuple[str, Widths]] = {
     "gemma3": ("gemma3", {"n_head": (4, 2, 1), "kv_heads": (1, 1, 1), "n_inner": (80, 8, 80)}),
     "starcoder2": ("starcoder2", GROUPS),
     "opt": ("opt", {"n_head": (4, 1, 3), "n_inner": (80, 33, 64)}),
+    "llama, a hidden size that heads do not divide": ("llama", {"n_embd": 45}),
 }
 
 
 def pruned(case: str, tokenizer: Tokenizer, folder: Path, **sizes: Any) -> Checkpoint:
-    """A random model of a family whose layers differ in width."""
+    """A random model of a family in one of these shapes."""
     family, widths = CASES[case]
     if not family:
         return load_checkpoint(

@@ -37,7 +37,7 @@ from lathe.model.architecture import Rope
 from lathe.model.block import frequencies
 from lathe.model.checkpoint import Checkpoint
 from lathe.model.config import GPTConfig
-from lathe.model.families import GEMMA3, LLAMA, MISTRAL, SMOLLM3, STARCODER2
+from lathe.model.families import GEMMA3, LLAMA, MISTRAL, QWEN3, SMOLLM3, STARCODER2
 from lathe.model.gguf import (
     ALL_ENDS,
     END_KEYS,
@@ -69,6 +69,8 @@ ENDS_BY_TEXT = {
 """Tokens at which llama.cpp ends a text because of their texts, in versions since January 2025.
 Source: `special_eog_ids` in its `src/llama-vocab.cpp`."""
 HINT = "remove gguf from Export.formats"
+WITH_HEAD_SIZE = (LLAMA, MISTRAL, QWEN3, SMOLLM3, GEMMA3)
+"""Families whose heads need not add up to the hidden size in llama.cpp, as after pruning."""
 
 
 def require(config: GPTConfig, folder: Path) -> None:
@@ -96,9 +98,15 @@ def _unsupported(config: GPTConfig) -> str | None:
     scaling = config.rope.scaling if config.rope else None
     if scaling is not None and scaling.rope_type not in ("linear", "llama3"):
         return f"rope_type is {scaling.rope_type}, but GGUF supports only linear and llama3"
-    if not config.is_uniform and family not in (LLAMA, MISTRAL):
+    if not config.has_equal_layers and family not in (LLAMA, MISTRAL):
         both = f"{LLAMA.title} and {MISTRAL.title}"
         return f"its layers differ in width, which llama.cpp supports only in {both}"
+    heads = config.widths("heads")[0]
+    if heads != config.n_embd and family not in WITH_HEAD_SIZE:
+        return (
+            f"its query heads have {heads} features together and its hidden states "
+            f"{config.n_embd}, which llama.cpp does not support in {family.title} models"
+        )
     # The file does not state these: llama.cpp assumes them for the whole family.
     partial, kinds = config.rope.partial_rotary_factor if config.rope else 1, config.kinds
     if partial < 1 and not family.rotates_part:
@@ -136,7 +144,7 @@ def write(checkpoint: Checkpoint, folder: Path, dtype: str) -> list[str]:
     require(config, checkpoint.folder)
     family = family_in_gguf(config)
     name = next(name for name, known in FAMILIES.items() if known is family)
-    writer = GGUFWriter(folder / FILE, name if config.is_uniform else PER_LAYER)
+    writer = GGUFWriter(folder / FILE, name if config.has_equal_layers else PER_LAYER)
     _add_sizes(writer, config)
     for key, value in gguf_metadata(checkpoint.tokenizer, config.vocab_size, source).items():
         # The types that llama.cpp expects; a boolean is an integer in Python, and asked first.
@@ -203,13 +211,13 @@ def _add_sizes(writer: GGUFWriter, config: GPTConfig) -> None:
     writer.add_embedding_length(config.n_embd)
     writer.add_block_count(config.n_layer)
     writer.add_vocab_size(config.vocab_size)
-    is_uniform = config.is_uniform  # else one number for each layer, of the architecture `deci`
     for add, sizes in (
         (writer.add_feed_forward_length, config.n_inner),
         (writer.add_head_count, config.n_head),
         *([(writer.add_head_count_kv, config.n_kv_head)] if config.rope else []),
     ):
-        add(sizes[0] if is_uniform else list(sizes))
+        # The architecture `deci` has a number for each layer.
+        add(sizes[0] if config.has_equal_layers else list(sizes))
     if config.architecture.norm == "layer_norm":
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
     else:
