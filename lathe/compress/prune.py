@@ -1,4 +1,4 @@
-"""The prune stage: remove layers, heads and FFN channels, then finetune."""
+"""The prune stage: remove layers, heads and FFN channels, fit what stays, then finetune."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lathe.compress.criteria import CRITERIA, Importance, importance
 from lathe.compress.feasible import removed_figures, require_enabled, require_possible
+from lathe.compress.reconstruct import reconstruct, reconstruct_bytes
 from lathe.compress.widths import (
     Cost,
     KeptUnits,
@@ -103,6 +104,7 @@ def _one_round(
         tokens = open_data(data, recipe, trainable.config, start_model.tokenizer)
         batches = [*first_batches(recipe, tokens, settings.calibration_batches)]
         needed = pass_bytes(trainable, batches[0].size, gradients=settings.criterion == "taylor")
+        needed += reconstruct_bytes(trainable)
         device, _ = device_with_room(recipe, workers.device, "pruning scores", {BY_BLOCK: needed})
         calibration = [torch.from_numpy(batch).to(device) for batch in batches]
         pruned = cut(trainable, settings, dense, index, calibration)
@@ -143,6 +145,8 @@ def cut(
     """The pruned GPT of a round: layers are removed in the first round, and in each round an equal
     proportion of the remaining heads and channels.
 
+    The model's weights change: what stays of a layer is fitted to its output.
+
     Args:
         dense: the original shape, which `ratio` refers to.
         index: of the round, from 1.
@@ -173,7 +177,8 @@ def cut(
         cost = Cost.parameters(model.config, of_queries)
         comparable = CRITERIA[settings.criterion].comparable
         kept = choose_global(scores, cost, ratio, multiple, comparable)
-    return shrink(model, units_from_ranks(kept, order) if of_queries else kept)
+    units = units_from_ranks(kept, order) if of_queries else kept
+    return _fit_and_shrink(model, units, calibration)
 
 
 def _prunes_queries(settings: PruneSettings, config: GPTConfig) -> bool:
@@ -221,7 +226,14 @@ def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[
         for i in kept
     ]
     units = units_from_ranks(largest, [order[i] for i in kept]) if of_queries else largest
-    return shrink(keep_layers(model, kept), units)
+    return _fit_and_shrink(keep_layers(model, kept), units, calibration)
+
+
+def _fit_and_shrink(model: GPT, kept: Sequence[KeptUnits], calibration: Sequence[Tensor]) -> GPT:
+    """`shrink`, after the layers have been fitted to calibration tokens (B, T + 1), if any."""
+    if calibration:
+        reconstruct(model, kept, [batch[:, :-1] for batch in calibration])
+    return shrink(model, kept)
 
 
 def _block_parameters(config: GPTConfig, of_queries: bool) -> float:

@@ -155,10 +155,7 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
     if model.config.quantization is not None:
         raise ValueError("a quantized model cannot be pruned: prune first, then quantize")
     old, groups = model.config, tuple(len(k.heads) for k in kept)
-    queries = []  # that a layer keeps, (groups, n), counted within their groups
-    for i, layer in enumerate(kept):
-        whole = torch.arange(old.per_group[i]).expand(len(layer.heads), -1)
-        queries.append(whole if layer.queries is None else layer.queries)
+    queries = [_kept_queries(old, i, layer) for i, layer in enumerate(kept)]
     config = replace(
         old,
         n_head=tuple(heads.numel() for heads in queries),
@@ -171,13 +168,13 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
         # The rows of a fused qkv are group by group: its n queries, then its key and its value.
         key_value = torch.tensor([n, n + 1]).expand(len(layer.heads), 2)
         rows = torch.cat([queries[i], key_value], 1) + (n + 2) * layer.heads[:, None]
-        read = queries[i] + n * layer.heads[:, None]
+        of_heads, of_channels = read_features(old, i, layer)
         parts = len(old.architecture.column("channels").parts)
         indexes = {
             ("heads", "column"): _spans(rows.flatten(), old.head_dim),
-            ("heads", "row"): _spans(read.flatten(), old.head_dim),
+            ("heads", "row"): of_heads,
             ("channels", "column"): _spans(layer.channels, parts),
-            ("channels", "row"): layer.channels,
+            ("channels", "row"): of_channels,
         }
         for linear in config.architecture.linears:
             path = f"{config.architecture.block(i)}.{linear.name}"
@@ -193,6 +190,20 @@ def shrink(model: GPT, kept: Sequence[KeptUnits]) -> GPT:
                 name = f"{config.architecture.block(i)}.{norm}.weight"
                 state[name] = state[name][index]
     return _gpt_like(model, config, state)
+
+
+def read_features(config: GPTConfig, layer: int, kept: KeptUnits) -> tuple[Tensor, Tensor]:
+    """Indexes of the kept units' features among the inputs of the linears that read heads and
+    channels."""
+    queries = _kept_queries(config, layer, kept) + config.per_group[layer] * kept.heads[:, None]
+    return _spans(queries.flatten(), config.head_dim), kept.channels
+
+
+def _kept_queries(config: GPTConfig, layer: int, kept: KeptUnits) -> Tensor:
+    """The query heads (groups, n) that a layer keeps, counted from 0 within their groups."""
+    if kept.queries is not None:
+        return kept.queries
+    return torch.arange(config.per_group[layer]).expand(len(kept.heads), -1)
 
 
 def by_rank(scores: Importance, groups: Sequence[int]) -> tuple[Importance, list[Tensor]]:

@@ -12,6 +12,7 @@ from lathe.compress.activation import massive_tokens
 from lathe.compress.criteria import gate_slopes, importance
 from lathe.compress.gptq import gptq, gptq_bytes
 from lathe.compress.plan import make_plan, named_formats
+from lathe.compress.reconstruct import reconstruct, reconstruct_bytes
 from lathe.compress.sensitivity.measure import (
     BatchMetric,
     estimate_costs,
@@ -19,6 +20,7 @@ from lathe.compress.sensitivity.measure import (
     weight_distributions,
 )
 from lathe.compress.smoothing import find_factors
+from lathe.compress.widths import KeptUnits
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
 from lathe.model.by_block import hidden_states
@@ -113,6 +115,13 @@ def scores(criterion: str) -> Callable[[GPT, list[Tensor]], list[Tensor]]:
     return run
 
 
+def fitted(model: GPT, batches: list[Tensor]) -> dict[str, Tensor]:
+    groups = model.config.n_kv_head[0]
+    kept = KeptUnits(torch.arange(1, groups), torch.arange(0, 96, 2))
+    reconstruct(model, [kept] * model.config.n_layer, batches)
+    return {name: x.detach() for name, x in model.named_parameters()}
+
+
 PASSES: dict[str, Callable[[GPT, list[Tensor]], Any]] = {
     "hidden": hidden_states,
     "losses": batch_losses,
@@ -129,6 +138,7 @@ PASSES: dict[str, Callable[[GPT, list[Tensor]], Any]] = {
     "slopes": slopes,
     "activation": scores("activation"),
     "fpgm": scores("fpgm"),
+    "fitted": fitted,
 }
 
 
@@ -171,6 +181,7 @@ def test_on_a_gpu_a_pass_finds_the_same_with_the_memory_of_one_block(
         estimate = gptq_bytes(model, 50, 3 * (name == "learned"))
     else:
         estimate = pass_bytes(model, 50, name in ("costs", "slopes"))
+        estimate += reconstruct_bytes(model) if name == "fitted" else 0
     assert peaks[1] < estimate
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -16,6 +17,7 @@ from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import cut, prune
 from lathe.compress.quantize import quantize
+from lathe.compress.reconstruct import RIDGE, reconstruct
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.smoothing import find_factors, fold
 from lathe.compress.widths import KeptUnits, by_rank, keep_layers, shrink, units_from_ranks
@@ -163,6 +165,61 @@ def test_pruned_units_score_lowest(model: GPT, criterion: str, unit: str) -> Non
     elif gone:
         assert set(lowest[:2].tolist()) == set(gone)
     assert found.channels[1].argmin() == 5
+
+
+def test_what_stays_is_the_least_squares_solution(other: GPT) -> None:
+    """numpy's, for what each linear reads in the fitted model."""
+    dense, family = copy.deepcopy(other), other.config.architecture
+    channels = torch.arange(0, 80, 2)
+    kept = KeptUnits(torch.arange(1, other.config.n_kv_head[0]), channels)
+    n = other.config.per_group[0] * other.config.head_dim  # features of the group that goes
+    stays = {"heads": range(n, sum(other.config.widths("heads")[:1])), "channels": channels}
+    reconstruct(other, [kept] * 3, [TOKENS[:2], TOKENS[2:]])
+    inputs: dict[torch.nn.Module, torch.Tensor] = {}
+    linears = {
+        f"{family.block(i)}.{family.row(unit).name}": list(stays[unit])
+        for i, unit in product(range(3), ("heads", "channels"))
+    }
+    for name in linears:
+        other.get_submodule(name).register_forward_pre_hook(
+            lambda linear, x: inputs.update({linear: x[0]})
+        )
+    with torch.no_grad():
+        other(TOKENS)
+    for name, read in linears.items():
+        fitted, whole = (x.get_submodule(name) for x in (other, dense))
+        assert isinstance(fitted, torch.nn.Linear) and isinstance(whole, torch.nn.Linear)
+        x = inputs[fitted].flatten(0, 1).double().numpy()
+        weights = [linear.weight.detach().double().numpy().T for linear in (whole, fitted)]
+        if whole.bias is not None:
+            x = np.concatenate([x, np.ones_like(x[:, :1])], 1)
+            biases = [linear.bias.detach().double().numpy()[None] for linear in (whole, fitted)]
+            weights = [np.concatenate(pair) for pair in zip(weights, biases, strict=True)]
+            read = [*read, x.shape[1] - 1]
+        root = math.sqrt(RIDGE * np.square(x).sum(0).mean())
+        system = np.concatenate([x[:, read], root * np.eye(len(read))])
+        wanted = np.concatenate([x @ weights[0], root * weights[0][read]])
+        solution = np.linalg.lstsq(system, wanted)[0]
+        np.testing.assert_allclose(weights[1][read], solution, atol=1e-4, rtol=1e-4)
+        gone = np.setdiff1d(np.arange(x.shape[1]), read)
+        assert len(gone) and not weights[1][gone].any()
+
+
+def test_a_copy_of_another_channel_is_made_up_for(model: GPT) -> None:
+    family, channels = model.config.architecture, torch.arange(80)
+    kept = [KeptUnits(torch.arange(2), channels[channels != 3])] * 3
+    with torch.no_grad():
+        for block in model.blocks:
+            both = block.get_parameter(f"{family.column('channels').name}.weight").view(80, 2, -1)
+            both[3] = both[7]
+        expected = model(TOKENS)
+        errors = []
+        for fits in (False, True):
+            pruned = copy.deepcopy(model)
+            if fits:
+                reconstruct(pruned, kept, [TOKENS])
+            errors.append((shrink(pruned, kept).eval()(TOKENS) - expected).square().mean())
+    assert errors[1] < 0.05 * errors[0]
 
 
 def test_shrunk_logits_equal_zeroed_ones_in_every_family(other: GPT) -> None:

@@ -59,8 +59,8 @@ class PruneSettings(Settings):
     channel_multiple: Positive = 1
     """FFN widths are rounded up to a multiple of this number of channels."""
     calibration_batches: Positive = 16
-    """Number of training micro-batches for calibration, for the criteria `activation` and `taylor`
-    and for `layers`."""
+    """Number of training micro-batches for calibration: for the criteria `activation` and `taylor`,
+    for `layers`, and for fitting what stays of a layer to its output."""
 
     @model_validator(mode="after")
     def _check_layer_widths(self) -> "PruneSettings":
