@@ -366,7 +366,7 @@ def kill_after(process: subprocess.Popen[bytes], journal: Path, lines: int) -> N
             break
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()  # until the fork, which has the pipe too, writes no more
 
 
 @pytest.mark.slow
