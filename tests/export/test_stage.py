@@ -1,6 +1,7 @@
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from numpy.typing import NDArray
 from onnx import numpy_helper
 from tokenizers import Tokenizer
 
+from lathe.export import proof
 from lathe.export.export import export
 from lathe.export.proof import ProofError, _compare_greedy, count_kernels, prove
 from lathe.model.config import GPTConfig
@@ -165,13 +168,51 @@ def test_int4_is_a_seventh_of_float_int8_a_quarter_and_float16_half(
 
 
 def test_a_failed_proof_leaves_nothing(
-    tmp_path: Path, data: Path, byte_tokenizer: Tokenizer
+    tmp_path: Path, data: Path, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(proof.NOISE_FACTOR, np.float32, 1e-9)
     folder = save(make_model(UNIFORM), byte_tokenizer, tmp_path / "checkpoint")
     strict = Recipe(Export=ExportSettings(prompts=4, new_tokens=4, tolerance=1e-9))
-    with raises(Code.NOT_PROVED, "limit 1e-09", kind=ProofError):
+    with raises(Code.NOT_PROVED, "limit there 1e-09", kind=ProofError):
         export(strict, folder, data, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "data"]
+
+
+@pytest.mark.parametrize(("position", "is_proven"), [(1, True), (2, False)])
+def test_where_noise_moves_the_logits_more_the_graph_may_too(
+    position: int,
+    is_proven: bool,
+    tmp_path: Path,
+    byte_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The logits after the second token change by 0.001 where an input's last bit does, and the
+    graph's differ by 0.005 at one position."""
+    model = make_model(UNIFORM)
+    write_unproven(model, byte_tokenizer, tmp_path)
+    of_graph = OnnxModel.logits
+
+    @contextmanager
+    def unstable(model: GPT, *_: object, **__: object) -> Iterator[None]:
+        def move(_: torch.nn.Module, __: object, logits: torch.Tensor) -> torch.Tensor:
+            return logits + 1e-3 * torch.eye(logits.shape[1])[1][:, None]
+
+        handle = model.register_forward_hook(move)
+        yield
+        handle.remove()
+
+    def moved(engine: OnnxModel, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        logits = of_graph(engine, tokens)
+        logits[:, position] += 0.005
+        return logits
+
+    monkeypatch.setattr(proof, "_rounded_otherwise", unstable)
+    monkeypatch.setattr(OnnxModel, "logits", moved)
+    if is_proven:
+        prove(model, tmp_path, PROMPTS, 4, 1e-3)
+    else:
+        with raises(Code.NOT_PROVED, "0.005 at the worst position", kind=ProofError):
+            prove(model, tmp_path, PROMPTS, 4, 1e-3)
 
 
 def _scale(name: str, factor: float) -> Callable[[onnx.ModelProto], None]:
