@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -244,6 +245,11 @@ class Trainer(Controller):
         with suppress(Refused):
             try:
                 self.script(pod)
+            except Refused:
+                raise
+            except Exception:  # the launcher would wait for the pod forever
+                pod.say(*traceback.format_exc().splitlines())
+                pod.end(1)
             finally:
                 self.server.patch("pods", pod.name, {"metadata": {"finalizers": []}})
 

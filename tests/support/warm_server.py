@@ -93,6 +93,8 @@ def serve(listening: socket.socket) -> Request | None:
                     forks[connection] = pid, os.pidfd_open(pid)
                     selector.register(forks[connection][1], selectors.EVENT_READ, connection)
                 selector.register(connection, selectors.EVENT_READ)
+            elif selector.get_map().get(key.fd) is not key:
+                continue  # a fork and its client have ended at once
             elif isinstance(key.fileobj, int):  # a fork has ended
                 _end(selector, forks, key.data)
             elif isinstance(key.fileobj, socket.socket) and not key.fileobj.recv(1):
