@@ -123,6 +123,7 @@ def test_given_tokenizer(tmp_path: Path, corpus: str, byte_tokenizer: Tokenizer)
     assert prepare(recipe(), tmp_path / "out", corpus, str(tmp_path)).reused
 
 
+@pytest.mark.slow
 def test_gpt2_on_wikitext(tmp_path: Path, shared: Path) -> None:
     source = shared / "wikitext/wiki.test.raw"
     done = prepare(recipe("90,5,5"), tmp_path / "out", str(source), str(shared / "gpt2"))

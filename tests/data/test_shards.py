@@ -197,6 +197,7 @@ def _killed_while_tokenizing(folder: Path, source: str) -> None:
     tokenize(recipe(), folder / "2", Shard(2, 2), source, str(folder / "tokenizer"))
 
 
+@pytest.mark.slow
 def test_a_killed_shard_resumes_alone(tmp_path: Path, texts: list[str]) -> None:
     source, settings = one_file(tmp_path, texts), recipe()
     whole = prepare(settings, tmp_path / "whole", source).folder

@@ -83,6 +83,7 @@ def test_the_masks_of_quantization_are_planned(scales: str) -> None:
     assert trial.fullest.peak == pytest.approx(trial.estimate.total, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_peer_is_named_by_its_rank_among_all_processes() -> None:
     layout = ("Distributed.dp_degree=2", PP, "Global.global_batch_size=16")
     (last,) = try_ranks(load_recipe("tiny", [*SHAPE, *layout]), [3], 4, on_gpu=False)

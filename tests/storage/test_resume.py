@@ -181,6 +181,7 @@ def test_a_killed_upload(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> No
     assert (found / "small").read_text() == "t"
 
 
+@pytest.mark.slow
 def test_a_killed_fetch(s3: str, big: Path, proxy: Proxy, tmp_path: Path) -> None:
     upload(big.parent, f"{s3}/p/")
     proxy.mend()

@@ -73,7 +73,8 @@ def test_a_pipeline_trains_as_one_process_does(case: str, small_data: Path, tmp_
         np.testing.assert_allclose(*both, rtol=5e-3)
 
 
-@pytest.mark.parametrize("case", quick_only(["bfloat16", "float16"], ["float16"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bfloat16", "float16"])
 def test_a_killed_run_is_bitwise_reproducible(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_loss_that_is_not_finite_names_its_own_step(
     assert messages[0] == messages[1]
 
 
+@pytest.mark.slow
 def test_a_preempted_run_resumes_bit_for_bit(
     small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

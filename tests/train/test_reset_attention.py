@@ -80,6 +80,7 @@ def test_the_first_losses_are_those_of_documents_alone(
     assert abs(records(tmp_path / "attends", "loss")[0] - np.mean(expected)) > 1e-5
 
 
+@pytest.mark.slow
 def test_a_terminated_run_resumes_bit_identically(
     short_documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
