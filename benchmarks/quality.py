@@ -194,18 +194,18 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("smollm2", ["Engine.max_steps=0", *overrides])
 
 
-def packed_megabytes(model: GPT, group_size: int = 0) -> float:
+def packed_megabytes(model: GPT, grid_bytes: float = 0) -> float:
     """MB of a model's weights: integers, a 16-bit scale a group, 16 bits for every float.
 
     Args:
-        group_size: for a float model, that of the 4-bit integers which its blocks' linears were.
+        grid_bytes: for a float model whose blocks' linears were 4-bit integers, the bytes of scales
+            and zero points for each of them.
     """
     total, tables = 0.0, {f"{name}.weight" for name in model.config.tables}
     for name, stored in stored_matrices(model):
         if isinstance(stored, Tensor):
-            was_integer = group_size and stored.dim() > 1 and name not in tables
-            # 4 bits a weight; a scale of 16 bits and a zero point of 4 a group.
-            total += stored.numel() * (1 / 2 + 2.5 / group_size if was_integer else 2)
+            was_integer = grid_bytes and stored.dim() > 1 and name not in tables
+            total += stored.numel() * (1 / 2 + grid_bytes if was_integer else 2)
         else:
             total += stored.values.numel() * stored.bits / 8 + 2 * stored.scales.numel()
             if stored.zero_points is not None:
@@ -393,13 +393,16 @@ def main() -> None:
         "INT8 dynamic, INT8 KV cache": ours("activation_quantize_type=dynamic", "kv_cache_bits=8"),
         "INT8, a scale per token": ours("activation_quantize_type=token"),
     }
-    sizes = dict[str, int]()  # of the groups of peers, whose folders hold floats
+    grid_bytes = dict[str, float]()  # of peers, whose folders hold floats
     for text_name, data in (("novels", given.data), ("WikiText", given.wikitext)):
         if not data:
             continue
         rows = {
             f"{groups} 32, GPTQ": ours(*weights, "group_size=32", data=data),
             f"{groups} 32, learned": ours(*weights, "group_size=32", *learned, data=data),
+            f"{groups} 32, zero points, learned": ours(
+                *weights, *zeros, "group_size=32", *learned, data=data
+            ),
             f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", rotates=True, data=data),
             f"{groups} 128, GPTQ": ours(*weights, "group_size=128", data=data),
             "blocks, INT4 and INT8": mixed(data),
@@ -420,9 +423,11 @@ def main() -> None:
             rows[f"blocks, llama.cpp {kind}, importance"] = theirs(kind, data)
         for peer, _, python in (x.partition("=") for x in given.peers):
             for group_size in (32, 128):
-                name = f"{groups} {group_size}, zero points, {peer}"
+                # A scale of 16 bits, and a zero point of 4, which ModelOpt does not have.
+                kind, group_bytes = ("", 2) if peer == "modelopt" else ("zero points, ", 2.5)
+                name = f"{groups} {group_size}, {kind}{peer}"
                 options = "--group-size", str(group_size), "--iterations", given.iterations
-                sizes[f"{name}, {text_name}"] = group_size
+                grid_bytes[f"{name}, {text_name}"] = group_bytes / group_size
                 rows[name] = by_peer(peer, python, reference, data, text_name, *options)
         made |= {f"{name}, {text_name}": make for name, make in rows.items()}
     print("| " + " | ".join(TITLES) + " |\n" + "|---" * len(TITLES) + "|", flush=True)
@@ -443,7 +448,7 @@ def main() -> None:
                 **text.compare(loaded),
                 megabytes=file.stat().st_size / 1e6
                 if file.exists()
-                else packed_megabytes(loaded, sizes.get(name, 0)),
+                else packed_megabytes(loaded, grid_bytes.get(name, 0)),
                 lambada=cloze["accuracy"],
                 lambada_stderr=cloze["accuracy_stderr"],
                 seconds=seconds,

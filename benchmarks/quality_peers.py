@@ -8,7 +8,9 @@ blocks' linears are quantized: integers with a 16-bit scale and a zero point for
 """
 
 import argparse
+import os
 from collections.abc import Callable
+from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -78,11 +80,86 @@ def llmcompressor(*names: str) -> Peer:
     return run
 
 
+@torch.no_grad()
+def effective_weight(linear: Any) -> Tensor:
+    """What a linear without bias multiplies its inputs by, whatever it does to them before."""
+    return linear(torch.eye(linear.in_features)).T
+
+
+def gptqmodel(**options: Any) -> Peer:
+    """GPTQModel, with other options than its defaults."""
+
+    def run(model: Any, tokenizer: Any, rows: Tensor, given: argparse.Namespace) -> None:
+        os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # two cores give it one, and it demands two
+        package = import_module("gptqmodel")
+        config = package.GPTQConfig(
+            bits=4, group_size=given.group_size, sym=False, offload_to_disk=False, **options
+        )
+        quantized = package.GPTQModel.load(str(given.model), config, device="cpu")
+        texts = [{"input_ids": [row], "attention_mask": [[1] * len(row)]} for row in rows.tolist()]
+        quantized.quantize(texts, batch_size=8, tokenizer=tokenizer)
+        for name, linear in quantized.model.named_modules():
+            if hasattr(linear, "qweight"):
+                weight = linear.dequantize_weight().T
+                model.get_submodule(name).weight.data.copy_(weight)
+
+    return run
+
+
+def modelopt(model: Any, _: Any, rows: Tensor, given: argparse.Namespace) -> None:
+    """ModelOpt's AWQ: scales of inputs, then clipping, by search. It has no zero points."""
+    quantization = import_module("modelopt.torch.quantization")
+    config = deepcopy(quantization.INT4_AWQ_CFG) | {"algorithm": {"method": "awq_full"}}
+    for entry in config["quant_cfg"]:
+        if entry["quantizer_name"] == "*weight_quantizer":
+            entry["cfg"]["block_sizes"][-1] = given.group_size
+
+    def read(model: Any) -> None:
+        for batch in torch.split(rows, 8):
+            model(batch)
+
+    quantization.quantize(model, config, read)
+    for module in model.modules():
+        if getattr(module, "weight_quantizer", None) and module.weight_quantizer.is_enabled:
+            weight = effective_weight(module)
+            module.weight_quantizer.disable()
+            module.input_quantizer.disable()
+            module.weight.data.copy_(weight)
+
+
+def nncf(model: Any, _: Any, rows: Tensor, given: argparse.Namespace) -> None:
+    """NNCF's AWQ with scale estimation; its GPTQ is for OpenVINO's models only."""
+    package = import_module("nncf")
+    hooks = import_module("nncf.torch.function_hook")
+    floats = {name: x for name, x in model.named_modules() if isinstance(x, torch.nn.Linear)}
+    quantized = package.compress_weights(
+        model,
+        mode=package.CompressWeightsMode.INT4_ASYM,
+        group_size=given.group_size,
+        dataset=package.Dataset([{"input_ids": row[None]} for row in rows]),
+        subset_size=len(rows),
+        awq=True,
+        scale_estimation=True,
+        backup_mode=package.BackupMode.NONE,
+    )
+    decompressors = hooks.get_hook_storage(quantized).post_hooks
+    for name, linear in floats.items():
+        key = f"{name}.weight".replace(".", ":") + "__0"
+        if key in decompressors:
+            (decompress,) = decompressors[key].values()
+            weight = decompress(linear.weight).detach()
+            linear.weight = torch.nn.Parameter(weight)
+
+
 PEERS: dict[str, Peer] = {
     "autoround": autoround,
+    "gptqmodel": gptqmodel(),
+    "gptqmodel-gptaq": gptqmodel(gptaq={"alpha": 0.25}),
     "llmcompressor-gptq": llmcompressor("GPTQModifier"),
     "llmcompressor-awq": llmcompressor("AWQModifier", "QuantizationModifier"),
     "llmcompressor-awq-gptq": llmcompressor("AWQModifier", "GPTQModifier"),
+    "modelopt": modelopt,
+    "nncf": nncf,
 }
 
 
