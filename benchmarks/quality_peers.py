@@ -13,11 +13,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -98,10 +99,13 @@ def gptqmodel(**options: Any) -> Peer:
         quantized = package.GPTQModel.load(str(given.model), config, device="cpu")
         texts = [{"input_ids": [row], "attention_mask": [[1] * len(row)]} for row in rows.tolist()]
         quantized.quantize(texts, batch_size=8, tokenizer=tokenizer)
-        for name, linear in quantized.model.named_modules():
-            if hasattr(linear, "qweight"):
-                weight = linear.dequantize_weight().T
-                model.get_submodule(name).weight.data.copy_(weight)
+        with TemporaryDirectory() as scratch:
+            packed, floats = Path(scratch, "packed"), Path(scratch, "floats")
+            quantized.save(str(packed))
+            tool = import_module("gptqmodel.utils.model_dequant")
+            tool.dequantize_model(packed, floats, target_dtype=torch.float32)
+            for file in floats.glob("*.safetensors"):
+                model.load_state_dict(load_file(file), strict=False)
 
     return run
 
@@ -115,7 +119,7 @@ def modelopt(model: Any, _: Any, rows: Tensor, given: argparse.Namespace) -> Non
             entry["cfg"]["block_sizes"][-1] = given.group_size
 
     def read(model: Any) -> None:
-        for batch in torch.split(rows, 8):
+        for batch in rows.chunk(2):  # the search for clipping takes minutes for each
             model(batch)
 
     quantization.quantize(model, config, read)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lathe.compress.criteria import CRITERIA, Importance, importance
 from lathe.compress.feasible import removed_figures, require_enabled, require_possible
-from lathe.compress.reconstruct import reconstruct, reconstruct_bytes
+from lathe.compress.reconstruct import reconstruct, reconstruct_bytes, reconstruct_layers
 from lathe.compress.widths import (
     Cost,
     KeptUnits,
@@ -103,8 +103,12 @@ def _one_round(
         trainable = with_dropout(start_model.model, recipe.Model)
         tokens = open_data(data, recipe, trainable.config, start_model.tokenizer)
         batches = [*first_batches(recipe, tokens, settings.calibration_batches)]
-        needed = pass_bytes(trainable, batches[0].size, gradients=settings.criterion == "taylor")
-        needed += reconstruct_bytes(trainable)
+        size = batches[0].size
+        # First the scores, then the fit.
+        needed = max(
+            pass_bytes(trainable, size, gradients=settings.criterion == "taylor"),
+            pass_bytes(trainable, size) + reconstruct_bytes(trainable),
+        )
         device, _ = device_with_room(recipe, workers.device, "pruning scores", {BY_BLOCK: needed})
         calibration = [torch.from_numpy(batch).to(device) for batch in batches]
         pruned = cut(trainable, settings, dense, index, calibration)
@@ -162,7 +166,8 @@ def cut(
             part = keep_layers(whole_model, layers).eval()
             return sum(batch_losses(part, calibration))
 
-        model = keep_layers(model, choose_layers(loss, model.config.n_layer, settings.layers))
+        kept_layers = choose_layers(loss, model.config.n_layer, settings.layers)
+        model = _fit_and_keep_layers(model, kept_layers, calibration)
     of_queries = _prunes_queries(settings, dense)
     # `ratio` refers to the original model: rounds that each keep the same share of what is left
     # multiply to 1 - ratio. Layers that were removed do not count as units that were.
@@ -226,7 +231,15 @@ def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[
         for i in kept
     ]
     units = units_from_ranks(largest, [order[i] for i in kept]) if of_queries else largest
-    return _fit_and_shrink(keep_layers(model, kept), units, calibration)
+    return _fit_and_shrink(_fit_and_keep_layers(model, kept, calibration), units, calibration)
+
+
+def _fit_and_keep_layers(model: GPT, kept: Sequence[int], calibration: Sequence[Tensor]) -> GPT:
+    """`keep_layers`, after the layers before gaps have been fitted to calibration tokens (B, T +
+    1), if any."""
+    if calibration and len(kept) < model.config.n_layer:
+        reconstruct_layers(model, kept, [batch[:, :-1] for batch in calibration])
+    return keep_layers(model, kept)
 
 
 def _fit_and_shrink(model: GPT, kept: Sequence[KeptUnits], calibration: Sequence[Tensor]) -> GPT:

@@ -1,4 +1,4 @@
-"""Fit what stays of a pruned layer to its output before pruning, without training.
+"""Fit what stays of a pruned model to what it computed before pruning, without training.
 
 A removed head or channel is seldom independent of those that stay. The linear that reads them gets
 the weights W' of least |W x - W' x'|^2 over calibration tokens, where x has the features of all
@@ -6,8 +6,13 @@ units and x' of those that stay, so that it still adds whatever of the removed u
 from the others. The layers are fitted in order, each with the inputs that the fitted ones before it
 give. Nothing but weights changes.
 
+Where whole layers are removed, the FFN before them gets the weights of least error for its output
+and theirs together.
+
 Source: He et al. 2017, "Channel Pruning for Accelerating Very Deep Neural Networks"
-(arXiv:1707.06168), section 3.1, with a ridge towards the original weights.
+(arXiv:1707.06168), section 3.1, with a ridge towards the original weights; for layers, Shopkhoev et
+al. 2025, "ReplaceMe" (arXiv:2505.02819), with all of the FFN's last linear instead of a map of its
+output.
 
 Shapes: B batch, T tokens, C hidden size, I features that a linear reads, K of them that stay.
 """
@@ -19,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lathe.compress.gptq import input_hessian
 from lathe.compress.widths import KeptUnits, read_features
 from lathe.model.block import Block, Half
 from lathe.model.by_block import by_halves, embed, for_each, on
@@ -39,22 +43,59 @@ def reconstruct(model: GPT, kept: Sequence[KeptUnits], batches: Sequence[Tensor]
         batches: tokens (B, T) each, on the device on which the blocks are fitted, one after the
             other.
     """
+    family, device = model.config.architecture, batches[0].device
+    features: dict[nn.Module, Tensor] = {}
+    for i, block in enumerate(model.blocks):
+        linears = (block.get_submodule(family.row(units).name) for units in ("heads", "channels"))
+        features |= zip(linears, read_features(model.config, i, kept[i]), strict=True)
+    if all(len(read) == linear.in_features for linear, read in features.items()):
+        return  # only whole layers are removed
     training = model.training
     model.eval()
-    family, device = model.config.architecture, batches[0].device
     states = embed(model, batches)
-    for i, block in enumerate(track(model.blocks, "reconstruction", len(model.blocks))):
+    for block in track(model.blocks, "reconstruction", len(model.blocks)):
         assert isinstance(block, Block)
-        linears = (block.get_submodule(family.row(units).name) for units in ("heads", "channels"))
-        features = dict(zip(linears, read_features(model.config, i, kept[i]), strict=True))
         with on(device, block):
             states = by_halves(device, block, states, partial(_fit_half, features, device))
     model.train(training)
 
 
+@torch.no_grad()
+def reconstruct_layers(model: GPT, kept: Sequence[int], batches: Sequence[Tensor]) -> None:
+    """Change the FFN before each gap between the layers `kept`, in place, for `keep_layers`: it
+    also adds whatever of the missing layers' output follows from its features.
+
+    It has to be the last in its layer: families that normalize its output stay as they are.
+
+    Args:
+        batches: tokens (B, T) each, on the device on which the blocks are fitted, one after the
+            other.
+    """
+    training = model.training
+    model.eval()
+    device, states = batches[0].device, embed(model, batches)
+    ends = (*kept[1:], len(model.blocks))
+    for i, end in zip(track(kept, "reconstruction", len(kept)), ends, strict=True):
+        block = model.blocks[i]
+        assert isinstance(block, Block)
+        with on(device, block):
+            outputs = for_each(device, block, states)
+        if end == i + 1 or block.output_norms[1]:
+            states = outputs
+            continue
+        wanted = outputs
+        for removed in model.blocks[i + 1 : end]:
+            with on(device, removed):
+                wanted = for_each(device, removed, wanted)
+        missing = for_each(device, torch.sub, wanted, outputs)
+        with on(device, block):
+            states = by_halves(device, block, states, partial(_add_to_ffn, block, missing, device))
+    model.train(training)
+
+
 def reconstruct_bytes(model: GPT) -> int:
-    """Memory that `reconstruct` needs on the device of its batches beside that of a pass, in
-    bytes."""
+    """Memory that `reconstruct` and `reconstruct_layers` need on the device of the batches beside
+    that of a pass, in bytes."""
     widths = (model.config.layer_widths(i) for i in range(model.config.n_layer))
     return MATRICES * 8 * max(max(x["heads"], x["channels"]) for x in widths) ** 2
 
@@ -67,25 +108,60 @@ def _fit_half(
     inputs = for_each(device, lambda x: half.part.inner(half.norm(x)), states)
     kept = features[linear].to(device)
     if len(kept) < linear.in_features:
-        _fit(linear, kept, (x.to(device, non_blocking=True) for x in inputs))
+        _fit(device, linear, kept, ((x, None) for x in inputs))
     return inputs
 
 
-def _fit(linear: nn.Linear, kept: Tensor, inputs: Iterable[Tensor]) -> None:
-    """Change weight and bias, in place, for the features `kept` (K,) of inputs (B, T, I); those of
-    the others become zero."""
+def _add_to_ffn(
+    block: Block,
+    missing: Sequence[Tensor],
+    device: torch.device,
+    half: Half,
+    states: Sequence[Tensor],
+) -> list[Tensor]:
+    """Fit the FFN's last linear to its output plus what is missing (B, T, C); returns the inputs
+    (B, T, I) of the last linear of any half."""
+    linear = getattr(half.part, half.part.names[1])
+    inputs = for_each(device, lambda x: half.part.inner(half.norm(x)), states)
+    if half.part is block.halves[1].part:
+        every = torch.arange(linear.in_features, device=device)
+        _fit(device, linear, every, zip(inputs, missing, strict=True))
+    return inputs
+
+
+def _fit(
+    device: torch.device,
+    linear: nn.Linear,
+    kept: Tensor,
+    pairs: Iterable[tuple[Tensor, Tensor | None]],
+) -> None:
+    """Change weight and bias, in place, for the features `kept` (K,) of the inputs; those of the
+    others become zero.
+
+    Args:
+        pairs: inputs (B, T, I), and what the linear should add (B, T, O) to its present output.
+    """
     weight = linear.weight.double()
     if linear.bias is not None:  # the weight of a feature that is always 1
         weight = torch.cat([weight, linear.bias.double()[:, None]], 1)
-        inputs = (functional.pad(x, (0, 1), value=1.0) for x in inputs)
         kept = torch.cat([kept, kept.new_tensor([linear.in_features])])
-    products = input_hessian(inputs)
+    outputs, features = weight.shape
+    products, added = (
+        torch.zeros(features, n, dtype=torch.float64, device=device) for n in (features, outputs)
+    )
+    for batch, more in pairs:
+        x = batch.to(device, non_blocking=True).flatten(0, -2)
+        if linear.bias is not None:
+            x = functional.pad(x, (0, 1), value=1.0)
+        products += x.T @ x
+        if more is not None:
+            added += x.T @ more.to(device, non_blocking=True).flatten(0, -2)
     ridge = RIDGE * products.diagonal().mean().clamp_min(1e-9)
     matrix = products[kept][:, kept]
     matrix.diagonal().add_(ridge)
-    solution = torch.linalg.solve(matrix, (products @ weight.T + ridge * weight.T)[kept])
+    wanted = products @ weight.T + ridge * weight.T + added
     fitted = torch.zeros_like(weight)
-    fitted[:, kept] = solution.T
+    fitted[:, kept] = torch.linalg.solve(matrix, wanted[kept]).T
     linear.weight.copy_(fitted[:, : linear.in_features])
     if linear.bias is not None:
         linear.bias.copy_(fitted[:, -1])

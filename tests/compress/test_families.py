@@ -17,7 +17,7 @@ from lathe.compress.gptq import gptq
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import cut, prune
 from lathe.compress.quantize import quantize
-from lathe.compress.reconstruct import RIDGE, reconstruct
+from lathe.compress.reconstruct import RIDGE, reconstruct, reconstruct_layers
 from lathe.compress.sensitivity.analyze import analyze
 from lathe.compress.smoothing import find_factors, fold
 from lathe.compress.widths import KeptUnits, by_rank, keep_layers, shrink, units_from_ranks
@@ -203,6 +203,56 @@ def test_what_stays_is_the_least_squares_solution(other: GPT) -> None:
         np.testing.assert_allclose(weights[1][read], solution, atol=1e-4, rtol=1e-4)
         gone = np.setdiff1d(np.arange(x.shape[1]), read)
         assert len(gone) and not weights[1][gone].any()
+
+
+def test_the_ffn_before_a_removed_layer_is_the_least_squares_solution(other: GPT) -> None:
+    """numpy's, for the FFN's features and what the removed layer adds to its output."""
+    dense, family = copy.deepcopy(other), other.config.architecture
+    reconstruct_layers(other, [0, 2], [TOKENS[:2], TOKENS[2:]])
+    name = f"{family.block(0)}.{family.row('channels').name}"
+    changed = {
+        module.rpartition(".")[0]
+        for (module, x), (_, y) in zip(
+            dense.named_parameters(), other.named_parameters(), strict=True
+        )
+        if not torch.equal(x, y)
+    }
+    if family.output_norms:
+        assert not changed
+        return
+    assert changed == {name}
+    states: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
+    for block in dense.blocks[:2]:
+        block.register_forward_hook(lambda _, __, output: states.append(output))
+    dense.get_submodule(name).register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    with torch.no_grad():
+        dense(TOKENS)
+    x, before, after = (y.flatten(0, 1).double().numpy() for y in (*inputs, *states))
+    linears = (model.get_submodule(name) for model in (dense, other))
+    weights = [linear.weight.detach().double().numpy().T for linear in linears]
+    if (bias := dense.get_submodule(name).bias) is not None:
+        x = np.concatenate([x, np.ones_like(x[:, :1])], 1)
+        biases = (bias, other.get_submodule(name).bias)
+        pairs = zip(weights, (b.detach().double().numpy()[None] for b in biases), strict=True)
+        weights = [np.concatenate(pair) for pair in pairs]
+    root = math.sqrt(RIDGE * np.square(x).sum(0).mean())
+    system = np.concatenate([x, root * np.eye(x.shape[1])])
+    wanted = np.concatenate([x @ weights[0] + after - before, root * weights[0]])
+    solution = np.linalg.lstsq(system, wanted)[0]
+    np.testing.assert_allclose(weights[1], solution, atol=1e-4, rtol=1e-4)
+
+
+def test_a_removed_layer_is_made_up_for(model: GPT) -> None:
+    settings = PruneSettings(criterion="l2_norm", heads=[2, 0, 2], channels=[80, 0, 80])
+    with torch.no_grad():
+        expected = model(TOKENS)
+        pruned = cut(copy.deepcopy(model), settings, model.config, 1, [TOKENS])
+        errors = [
+            (part.eval()(TOKENS) - expected).square().mean()
+            for part in (keep_layers(model, [0, 2]), pruned)
+        ]
+    assert errors[1] < 0.7 * errors[0]
 
 
 def test_a_copy_of_another_channel_is_made_up_for(model: GPT) -> None:
