@@ -84,7 +84,8 @@ def llmcompressor(*names: str) -> Peer:
 @torch.no_grad()
 def effective_weight(linear: Any) -> Tensor:
     """What a linear without bias multiplies its inputs by, whatever it does to them before."""
-    return linear(torch.eye(linear.in_features)).T
+    outputs: Tensor = linear(torch.eye(linear.in_features))
+    return outputs.T
 
 
 def gptqmodel(**options: Any) -> Peer:

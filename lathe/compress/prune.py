@@ -30,7 +30,6 @@ from lathe.model.folder import MARKER, CheckpointFolder, open_folder
 from lathe.model.gpt import GPT
 from lathe.train.batches import first_batches, open_data
 from lathe.train.distill import teacher_folder
-from lathe.train.loss import batch_losses
 from lathe.train.pretrain import with_dropout
 from lathe.train.result import TrainResult, remove_run
 from lathe.train.room import BY_BLOCK, device_with_room, pass_bytes
@@ -41,6 +40,8 @@ from lathe_base.errors import Code, UserError
 from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
+
+MAX_LAYER_BATCHES = 4  # enough to compare the losses of a text without one layer or another
 
 
 @attested("prune", "model", "data", "teacher")
@@ -160,13 +161,7 @@ def cut(
     if settings.heads:
         return _prune_to_widths(model, settings, calibration)
     if index == 1 and settings.layers:
-        whole_model = model.eval()  # `model` is reassigned below
-
-        def loss(layers: Sequence[int]) -> float:
-            part = keep_layers(whole_model, layers).eval()
-            return sum(batch_losses(part, calibration))
-
-        kept_layers = choose_layers(loss, model.config.n_layer, settings.layers)
+        kept_layers = choose_layers(model, calibration[:MAX_LAYER_BATCHES], settings.layers)
         model = _fit_and_keep_layers(model, kept_layers, calibration)
     of_queries = _prunes_queries(settings, dense)
     # `ratio` refers to the original model: rounds that each keep the same share of what is left

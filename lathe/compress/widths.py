@@ -4,7 +4,7 @@ Like PaddleFleetX's `Prune` it removes heads and FFN channels, and also whole la
 and embeddings are unchanged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +14,11 @@ from lathe.compress.criteria import Importance
 from lathe.compress.feasible import kept_units
 from lathe.model.architecture import Parts, Units
 from lathe.model.block import Block
+from lathe.model.by_block import embed, for_each, on
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
+from lathe.train.loss import head_loss
+from lathe_base.progress import track
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,41 @@ def choose_global(
     ]
 
 
-def choose_layers(loss: Callable[[Sequence[int]], float], n_layer: int, remove: int) -> list[int]:
+@torch.no_grad()
+def choose_layers(model: GPT, batches: Sequence[Tensor], remove: int) -> list[int]:
     """The layers to keep: repeatedly remove the one whose absence increases the loss least.
 
     Args:
-        loss: that of the model with only these layers, in order.
+        batches: tokens (B, T + 1) each, on the device that computes.
     """
-    kept = list(range(n_layer))
-    for _ in range(min(remove, n_layer - 1)):
-        without = [[i for i in kept if i != removed] for removed in kept]
-        kept = min(without, key=loss)
+    device, kept = batches[0].device, [*range(model.config.n_layer)]
+    training = model.training
+    model.eval()
+
+    def run(layer: int, states: Sequence[Tensor]) -> list[Tensor]:
+        with on(device, model.blocks[layer]):
+            return for_each(device, model.blocks[layer], states)
+
+    def loss(states: Sequence[Tensor]) -> float:
+        with on(device, model.final_norm, model.output, model.head_input):
+            pairs = zip(states, batches, strict=True)
+            return sum(
+                float(head_loss(model, model.final_norm(x.to(device)), tokens))
+                for x, tokens in pairs
+            )
+
+    for removed in range(min(remove, len(kept) - 1)):
+        losses = []
+        # Before the layer to leave out: what comes before it is computed once for all of them.
+        states = embed(model, [tokens[:, :-1] for tokens in batches])
+        for i in track(range(len(kept)), f"choosing layer {removed + 1} of {remove}", len(kept)):
+            after = states
+            for layer in kept[i + 1 :]:
+                after = run(layer, after)
+            losses.append(loss(after))
+            states = run(kept[i], states)
+        del kept[losses.index(min(losses))]
+    model.train(training)
     return kept
 
 

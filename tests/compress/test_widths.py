@@ -17,6 +17,8 @@ from lathe.compress.widths import (
     shrink,
 )
 from lathe.model.gpt import GPT
+from lathe.train.loss import batch_losses
+from tests.support.small_models import small_config
 
 TOKENS = torch.arange(40).view(2, 20)
 
@@ -124,13 +126,17 @@ def test_channels_stay_in_multiples() -> None:
 
 
 def test_layers_go_where_the_loss_is_least() -> None:
-    worth = {0: 5.0, 1: 0.1, 2: 3.0, 3: 0.2}
-
-    def loss(layers: object) -> float:
-        return -sum(worth[i] for i in layers)  # type: ignore[attr-defined]
-
-    assert choose_layers(loss, 4, 2) == [0, 2]
-    assert len(choose_layers(loss, 4, 9)) == 1
+    """That of whole models without one layer each."""
+    model = GPT(small_config(n_head=(4,) * 4, n_inner=(96,) * 4))
+    model.initialize(0.3, 1)
+    batches = [*torch.randint(384, (2, 2, 25), generator=torch.Generator().manual_seed(1))]
+    kept = list(range(4))
+    for removed in (1, 2):
+        parts = [[i for i in kept if i != gone] for gone in kept]
+        losses = [sum(batch_losses(keep_layers(model, part).eval(), batches)) for part in parts]
+        kept = parts[int(np.argmin(losses))]
+        assert choose_layers(model, batches, removed) == kept
+    assert len(choose_layers(model, batches, 9)) == 1
 
 
 def test_kept_layers_compute_what_they_did(small_gpt: GPT) -> None:
