@@ -41,7 +41,7 @@ from lathe_base.provenance.step import attested
 
 log = logging.getLogger("lathe")
 
-MAX_LAYER_BATCHES = 4  # enough to compare the losses of a text without one layer or another
+MAX_LAYER_BATCHES = 2  # enough to compare what a text loses without one layer or another
 
 
 @attested("prune", "model", "data", "teacher")
