@@ -214,8 +214,8 @@ FAULTS = {
     ),
     "compress": Fault(
         "lathe/compress/widths.py",
-        "kept = min(without, key=loss)",
-        "kept = max(without, key=loss)",
+        "del kept[losses.index(min(losses))]",
+        "del kept[losses.index(max(losses))]",
         "pruning removes the layers that matter most",
         "compress/test_widths.py compress/test_stages.py",
     ),

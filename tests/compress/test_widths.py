@@ -126,7 +126,7 @@ def test_channels_stay_in_multiples() -> None:
 
 
 def test_layers_go_where_the_loss_is_least() -> None:
-    """That of whole models without one layer each."""
+    """The loss is that of models without one layer each."""
     model = GPT(small_config(n_head=(4,) * 4, n_inner=(96,) * 4))
     model.initialize(0.3, 1)
     batches = [*torch.randint(384, (2, 2, 25), generator=torch.Generator().manual_seed(1))]
