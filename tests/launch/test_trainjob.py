@@ -26,6 +26,7 @@ from tests.support.launchers import (
     run_until_terminated,
     succeed,
 )
+from tests.support.tables import quick_only
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -175,8 +176,7 @@ def test_a_users_mistake_is_not_tried_again(in_pod: FakeKubernetes) -> None:
     assert len(trainer.created) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["condition", "exit status"])
+@pytest.mark.parametrize("by", quick_only(["condition", "exit status"], ["condition"]))
 def test_preemption_costs_no_restart(in_pod: FakeKubernetes, by: str) -> None:
     def preempted_twice(pod: Pod) -> None:
         if pod.attempt == 3:
