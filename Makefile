@@ -91,7 +91,7 @@ PYTEST := MAKEFLAGS= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 tests   = $(PYTEST) -m $(2) $(if $(TESTS),$(TESTS),-p tests.support.forks --forks $(1) tests)
 
 .PHONY: test
-test: ## Run the quick tests, 5 to 8 minutes (TESTS=path for some of them)
+test: ## Run the quick tests, 4 to 6 minutes (TESTS=path for some of them)
 	$(call environments,dev $(call needed,serve))
 	$(call tests,5,"not slow and not long and not soak and not containers and not cluster")
 
