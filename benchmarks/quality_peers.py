@@ -10,6 +10,7 @@ blocks' linears are quantized: integers with a 16-bit scale and a zero point for
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import chdir
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
@@ -81,13 +82,6 @@ def llmcompressor(*names: str) -> Peer:
     return run
 
 
-@torch.no_grad()
-def effective_weight(linear: Any) -> Tensor:
-    """What a linear without bias multiplies its inputs by, whatever it does to them before."""
-    outputs: Tensor = linear(torch.eye(linear.in_features))
-    return outputs.T
-
-
 def gptqmodel(**options: Any) -> Peer:
     """GPTQModel, with other options than its defaults."""
 
@@ -97,10 +91,11 @@ def gptqmodel(**options: Any) -> Peer:
         config = package.GPTQConfig(
             bits=4, group_size=given.group_size, sym=False, offload_to_disk=False, **options
         )
-        quantized = package.GPTQModel.load(str(given.model), config, device="cpu")
+        folder = str(given.model.resolve())
         texts = [{"input_ids": [row], "attention_mask": [[1] * len(row)]} for row in rows.tolist()]
-        quantized.quantize(texts, batch_size=8, tokenizer=tokenizer)
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory() as scratch, chdir(scratch):  # it writes its log here
+            quantized = package.GPTQModel.load(folder, config, device="cpu")
+            quantized.quantize(texts, batch_size=8, tokenizer=tokenizer)
             packed, floats = Path(scratch, "packed"), Path(scratch, "floats")
             quantized.save(str(packed))
             tool = import_module("gptqmodel.utils.model_dequant")
@@ -126,7 +121,8 @@ def modelopt(model: Any, _: Any, rows: Tensor, given: argparse.Namespace) -> Non
     quantization.quantize(model, config, read)
     for module in model.modules():
         if getattr(module, "weight_quantizer", None) and module.weight_quantizer.is_enabled:
-            weight = effective_weight(module)
+            # Whatever it does to its inputs before.
+            weight = module(torch.eye(module.in_features)).detach().T
             module.weight_quantizer.disable()
             module.input_quantizer.disable()
             module.weight.data.copy_(weight)

@@ -60,7 +60,7 @@ class PruneSettings(Settings):
     """FFN widths are rounded up to a multiple of this number of channels."""
     calibration_batches: Positive = 16
     """Number of training micro-batches for calibration: for the criteria `activation` and `taylor`,
-    for `layers`, and for fitting what stays of a layer to its output."""
+    and for fitting what stays to what was computed before. Choosing `layers` reads two of them."""
 
     @model_validator(mode="after")
     def _check_layer_widths(self) -> "PruneSettings":
