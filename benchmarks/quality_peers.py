@@ -4,7 +4,8 @@
 
 `quality.py --peers` runs it. MODEL is a Hugging Face folder, TOKENS a NumPy file of calibration
 text (rows, length), and OUTPUT becomes a Hugging Face folder with the dequantized weights. Only the
-blocks' linears are quantized: integers with a 16-bit scale and a zero point for every group.
+blocks' linears are quantized: integers with a 16-bit scale for every group and, but with ModelOpt,
+a zero point.
 """
 
 import argparse
@@ -86,7 +87,8 @@ def gptqmodel(**options: Any) -> Peer:
     """GPTQModel, with other options than its defaults."""
 
     def run(model: Any, tokenizer: Any, rows: Tensor, given: argparse.Namespace) -> None:
-        os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # two cores give it one, and it demands two
+        # Of two cores it takes one, and demands two.
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
         package = import_module("gptqmodel")
         config = package.GPTQConfig(
             bits=4, group_size=given.group_size, sym=False, offload_to_disk=False, **options

@@ -232,7 +232,7 @@ def _prune_to_widths(model: GPT, settings: PruneSettings, calibration: Sequence[
 def _fit_and_keep_layers(model: GPT, kept: Sequence[int], calibration: Sequence[Tensor]) -> GPT:
     """`keep_layers`, after the layers before gaps have been fitted to calibration tokens (B, T +
     1), if any."""
-    if calibration and len(kept) < model.config.n_layer:
+    if calibration:
         reconstruct_layers(model, kept, [batch[:, :-1] for batch in calibration])
     return keep_layers(model, kept)
 

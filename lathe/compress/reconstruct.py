@@ -47,16 +47,20 @@ def reconstruct(model: GPT, kept: Sequence[KeptUnits], batches: Sequence[Tensor]
     features: dict[nn.Module, Tensor] = {}
     for i, block in enumerate(model.blocks):
         linears = (block.get_submodule(family.row(units).name) for units in ("heads", "channels"))
-        features |= zip(linears, read_features(model.config, i, kept[i]), strict=True)
-    if all(len(read) == linear.in_features for linear, read in features.items()):
-        return  # only whole layers are removed
+        for linear, read in zip(linears, read_features(model.config, i, kept[i]), strict=True):
+            assert isinstance(linear, nn.Linear)
+            if len(read) < linear.in_features:
+                features[linear] = read
+    if not features:
+        return
     training = model.training
     model.eval()
     states = embed(model, batches)
     for block in track(model.blocks, "reconstruction", len(model.blocks)):
         assert isinstance(block, Block)
         with on(device, block):
-            states = by_halves(device, block, states, partial(_fit_half, features, device))
+            fit = partial(_fit_half, device, features, [None] * len(states))
+            states = by_halves(device, block, states, fit)
     model.train(training)
 
 
@@ -71,16 +75,20 @@ def reconstruct_layers(model: GPT, kept: Sequence[int], batches: Sequence[Tensor
         batches: tokens (B, T) each, on the device on which the blocks are fitted, one after the
             other.
     """
+    spans = [*zip(kept, (*kept[1:], len(model.blocks)), strict=True)]
+    while spans and spans[-1][1] == spans[-1][0] + 1:
+        spans.pop()  # nothing is missing after these
+    if not spans or model.config.architecture.output_norms:
+        return
     training = model.training
     model.eval()
     device, states = batches[0].device, embed(model, batches)
-    ends = (*kept[1:], len(model.blocks))
-    for i, end in zip(track(kept, "reconstruction", len(kept)), ends, strict=True):
+    for i, end in track(spans, "reconstruction", len(spans)):
         block = model.blocks[i]
         assert isinstance(block, Block)
         with on(device, block):
             outputs = for_each(device, block, states)
-        if end == i + 1 or block.output_norms[1]:
+        if end == i + 1:
             states = outputs
             continue
         wanted = outputs
@@ -88,8 +96,11 @@ def reconstruct_layers(model: GPT, kept: Sequence[int], batches: Sequence[Tensor
             with on(device, removed):
                 wanted = for_each(device, removed, wanted)
         missing = for_each(device, torch.sub, wanted, outputs)
+        ffn = block.halves[1].part
+        linear = getattr(ffn, ffn.names[1])
         with on(device, block):
-            states = by_halves(device, block, states, partial(_add_to_ffn, block, missing, device))
+            fit = partial(_fit_half, device, {linear: torch.arange(linear.in_features)}, missing)
+            states = by_halves(device, block, states, fit)
     model.train(training)
 
 
@@ -101,31 +112,18 @@ def reconstruct_bytes(model: GPT) -> int:
 
 
 def _fit_half(
-    features: Mapping[nn.Module, Tensor], device: torch.device, half: Half, states: Sequence[Tensor]
-) -> list[Tensor]:
-    """Fit the linear that reads a half's units; returns its inputs (B, T, I)."""
-    linear = getattr(half.part, half.part.names[1])
-    inputs = for_each(device, lambda x: half.part.inner(half.norm(x)), states)
-    kept = features[linear].to(device)
-    if len(kept) < linear.in_features:
-        _fit(device, linear, kept, ((x, None) for x in inputs))
-    return inputs
-
-
-def _add_to_ffn(
-    block: Block,
-    missing: Sequence[Tensor],
     device: torch.device,
+    features: Mapping[nn.Module, Tensor],
+    missing: Sequence[Tensor | None],
     half: Half,
     states: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Fit the FFN's last linear to its output plus what is missing (B, T, C); returns the inputs
-    (B, T, I) of the last linear of any half."""
+    """Fit a half's second linear if it is among `features`, for what each batch's output misses;
+    returns its inputs (B, T, I)."""
     linear = getattr(half.part, half.part.names[1])
     inputs = for_each(device, lambda x: half.part.inner(half.norm(x)), states)
-    if half.part is block.halves[1].part:
-        every = torch.arange(linear.in_features, device=device)
-        _fit(device, linear, every, zip(inputs, missing, strict=True))
+    if linear in features:
+        _fit(device, linear, features[linear].to(device), zip(inputs, missing, strict=True))
     return inputs
 
 

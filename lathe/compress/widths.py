@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lathe.compress.criteria import Importance
 from lathe.compress.feasible import kept_units
@@ -17,7 +17,7 @@ from lathe.model.block import Block
 from lathe.model.by_block import embed, for_each, on
 from lathe.model.config import GPTConfig
 from lathe.model.gpt import GPT
-from lathe.train.loss import head_loss
+from lathe.train.loss import head_losses
 from lathe_base.progress import track
 
 
@@ -125,17 +125,9 @@ def choose_layers(model: GPT, batches: Sequence[Tensor], remove: int) -> list[in
     training = model.training
     model.eval()
 
-    def run(layer: int, states: Sequence[Tensor]) -> list[Tensor]:
-        with on(device, model.blocks[layer]):
-            return for_each(device, model.blocks[layer], states)
-
-    def loss(states: Sequence[Tensor]) -> float:
-        with on(device, model.final_norm, model.output, model.head_input):
-            pairs = zip(states, batches, strict=True)
-            return sum(
-                float(head_loss(model, model.final_norm(x.to(device)), tokens))
-                for x, tokens in pairs
-            )
+    def run(part: nn.Module, states: Sequence[Tensor]) -> list[Tensor]:
+        with on(device, part):
+            return for_each(device, part, states)
 
     for removed in range(min(remove, len(kept) - 1)):
         losses = []
@@ -144,9 +136,9 @@ def choose_layers(model: GPT, batches: Sequence[Tensor], remove: int) -> list[in
         for i in track(range(len(kept)), f"choosing layer {removed + 1} of {remove}", len(kept)):
             after = states
             for layer in kept[i + 1 :]:
-                after = run(layer, after)
-            losses.append(loss(after))
-            states = run(kept[i], states)
+                after = run(model.blocks[layer], after)
+            losses.append(sum(head_losses(model, run(model.final_norm, after), batches)))
+            states = run(model.blocks[kept[i]], states)
         del kept[losses.index(min(losses))]
     model.train(training)
     return kept

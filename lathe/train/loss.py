@@ -39,8 +39,13 @@ def head_loss(model: GPT, hidden: Tensor, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def batch_losses(model: GPT, batches: Sequence[Tensor]) -> list[float]:
     """`next_token_loss` of every batch, on the batches' device, wherever the model is."""
+    return head_losses(model, hidden_states(model, [x[:, :-1] for x in batches]), batches)
+
+
+@torch.no_grad()
+def head_losses(model: GPT, states: Sequence[Tensor], batches: Sequence[Tensor]) -> list[float]:
+    """`batch_losses`, given the final hidden states (B, T, C)."""
     device = batches[0].device
-    states = hidden_states(model, [tokens[:, :-1] for tokens in batches])
     with on(device, model.output, model.head_input):
         pairs = zip(states, batches, strict=True)
         return [float(head_loss(model, x.to(device), tokens)) for x, tokens in pairs]

@@ -211,13 +211,12 @@ def test_a_folder_of_wheels(machine: Machine, variable: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow  # that of a configuration file is quick
-@pytest.mark.parametrize("variable", quick_only(["PIP_EXTRA_INDEX_URL", "UV_INDEX"], ["UV_INDEX"]))
+@pytest.mark.parametrize("variable", ["PIP_EXTRA_INDEX_URL", "UV_INDEX"])
 def test_an_extra_index(machine: Machine, variable: str, cpu_index: str) -> None:
     assert machine.build(**{variable: cpu_index}) == CPU
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("section", ["global", "install"])
+@pytest.mark.parametrize("section", quick_only(["global", "install"], ["global"]))
 def test_pip_s_configuration_file(machine: Machine, section: str, cpu_index: str) -> None:
     folder = Path(machine.environment["XDG_CONFIG_HOME"], "pip")
     folder.mkdir(parents=True)
