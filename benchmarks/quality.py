@@ -309,6 +309,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="checkpoint of a Llama with tied embeddings")
     parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
     parser.add_argument("--wikitext", type=Path, help="another, of WikiText, for the same rows")
+    parser.add_argument("--wikipedia", type=Path, help="a third, of WikiText and Wikipedia")
+    parser.add_argument("--steps", type=int, default=60, help="of trained rows, 2,048 tokens each")
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
@@ -362,10 +364,11 @@ def main() -> None:
         return make
 
     def trained(data: Path) -> Callable[[Path], Path]:
-        """INT4 with zero points, then 60 steps of 2,048 tokens, the float model as teacher."""
+        """INT4 with zero points, then steps of 2,048 tokens, the float model as teacher."""
         settings = recipe(
             *group32,
-            *("Compress.Quantization.rounding=gptq", "Engine.max_steps=60", "Engine.compile=True"),
+            *("Compress.Quantization.rounding=gptq", f"Engine.max_steps={given.steps}"),
+            "Engine.compile=True",
             *("Engine.mix_precision.dtype=bfloat16", "Optimizer.lr.max_lr=5e-5"),
             *("Data.Train.dataset.max_seq_len=512", "Data.Eval.dataset.max_seq_len=512"),
             *("Compress.Distill.teacher=parent", "Compress.Distill.alpha=1.0"),
@@ -394,7 +397,11 @@ def main() -> None:
         "INT8, a scale per token": ours("activation_quantize_type=token"),
     }
     grid_bytes = dict[str, float]()  # of peers, whose folders hold floats
-    for text_name, data in (("novels", given.data), ("WikiText", given.wikitext)):
+    for text_name, data in (
+        ("novels", given.data),
+        ("WikiText", given.wikitext),
+        ("Wikipedia", given.wikipedia),
+    ):
         if not data:
             continue
         rows = {

@@ -6,38 +6,34 @@ Transformers", section 3.3, with columns in decreasing order of the Hessian's di
 as llama.cpp's quantization with an importance matrix does, and then, given the integers, the error
 of the output: a least-squares problem, with whose solution the weights are rounded again.
 
-What GPTQ has rounded may then be learned block by block: integers and scales of a Transformer
-block's linears are trained until the block's output is close to that of the float weights. GPTQ
-makes the output of every linear right by itself. Within a block, errors of one linear can cancel
-those of another, and some do not matter, such as those of a gate that is closed. The integer of a
-weight is the nearest to a latent value, which starts at the float weight and is trained with
-straight-through gradients, together with the scale of its group; no other block needs to be in
-memory. An error counts relative to the size of the token's hidden state, which the next norm
-divides by.
+Weights of 4 bits are rounded for what errors cost the whole model: the error E (O, I) of a linear
+costs tr(F E H E^T), where H is the Hessian of its inputs and F that of its outputs. As the columns
+that are not rounded yet make up for errors of the columns before them, so do output channels
+(Tseng et al. 2025, "Model-Preserving Adaptive Rounding", arXiv:2505.22988, section 4).
 
-Sources: Cheng et al. 2023, "Optimize Weight Rounding via Signed Gradient Descent for the
-Quantization of LLMs" (AutoRound, arXiv:2309.05516), where rounding starts from the nearest; Chen et
-al. 2024, "EfficientQAT" (arXiv:2407.11062), section 3.2.
-
-Shapes: B batch, N texts, T tokens, C hidden size, O output channels and I inputs of a linear, G
-groups of a row.
+Shapes: B batch, T tokens, O output channels and I inputs of a linear, G groups of a row.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lathe.compress.learned_rounding import LATENTS, STEP_TOKENS, learn_rounding
+from lathe.compress.output_hessians import output_hessians, part_sizes
 from lathe.model.block import Block, Half
 from lathe.model.by_block import by_halves, embed, for_each, hidden_states, on
-from lathe.model.fake_quant import FakeQuantEmbedding, FakeQuantLinear
+from lathe.model.fake_quant import (
+    FakeQuantEmbedding,
+    FakeQuantLinear,
+    in_float,
+    int4_linears,
+)
 from lathe.model.gpt import GPT
-from lathe.model.integer_weights import Grid, QuantizedWeight, split, weight_rounding
+from lathe.model.integer_weights import Grid, split, weight_rounding
 from lathe.model.quantization import WeightFormat
 from lathe.train.loss import CHUNK_ELEMENTS
 from lathe.train.room import pass_bytes
@@ -53,23 +49,21 @@ RIDGE = 1e-5  # relative, for groups whose inputs depend on each other
 MAX_CHANGE = 0.25  # of a scale, relative, when it is fitted
 PASSES = 2  # of rounding and fitting scales; a third gains 1 % for the time of a second
 COLUMNS = 128  # that are rounded before the columns after them are corrected
+CHANNELS = 64
+"""Output channels that are rounded together: errors of one change only the channels after them."""
+OUTPUT_DAMPING = 1.0
+"""Of the diagonal's mean: products of gradients are noisy, because a few tokens have by far the
+largest. With 0.1 less is gained."""
 SCALES = [i / 40 for i in (40, *range(28, 40), 41, 42)]
 """Scales to try for a group, relative to that of rounding to nearest, which wins ties. Beyond
 8 / 7.5, the entry of largest magnitude would not be rounded to -8, from which the scale is computed
 again."""
-STEP_TOKENS = 2048  # of a step of learning
-TRAVEL = 1.2
-"""Learning rate of the latent integers at the first step, times the number of steps: it decays
-linearly, so no integer moves further than half of that."""
-SCALE_TRAVEL = 0.12  # the same for scales, relative
-MARGIN = 0.05  # the least distance of a latent integer from the next one's, when it starts
-BETAS = 0.9, 0.95
 # Memory, for `gptq_bytes`:
 HESSIANS = 8  # matrices like the Hessian, in float64, while its inverse is factored
+OUTPUTS = 5  # matrices like the outputs' Hessian, in float32, while it is factored
 BUFFERS = 16  # like the rows that are rounded together
-LATENTS = 14  # like the weights of a block whose rounding is learned
 
-Weights = Mapping[FakeQuantLinear, Tensor]
+Outputs = Mapping[FakeQuantLinear, Sequence[Tensor]]
 
 
 @torch.no_grad()
@@ -93,19 +87,22 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
             _round_weight(model.config.tables[-1], head, model.head_input, finals, device)
             del finals  # gigabytes on the host
     names = {module: name for name, module in model.named_modules()}
+    has_int4 = any(int4_linears(block) for block in model.blocks)
+    outputs = output_hessians(model, batches) if has_int4 else {}
+    round_half = partial(_round_half, names, outputs, device)
     hidden = embed(model, batches)
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
         with on(device, block):
-            linears = learnable(block) if steps else []
+            linears = int4_linears(block) if steps else []
             if not linears:
-                hidden = by_halves(device, block, hidden, partial(_round_half, names, device))
+                hidden = by_halves(device, block, hidden, round_half)
                 continue
             # The targets are the float block's outputs for the inputs that the rounded model has.
             before = {linear: linear.weight.clone() for linear in linears}
             with in_float(block):
                 targets = for_each(device, block, hidden)
-            by_halves(device, block, hidden, partial(_round_half, names, device))
+            by_halves(device, block, hidden, round_half)
             texts = torch.cat(hidden)
             learn_rounding(block, before, texts, torch.cat(targets), steps, device)
             hidden = for_each(device, block, hidden)
@@ -125,25 +122,36 @@ def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
     inputs = max(shape[1] for shape in shapes)
     hessians = HESSIANS * 8 * inputs**2
     rows = BUFFERS * 4 * min(max(shape.numel() for shape in shapes), CHUNK_ELEMENTS)
-    learned = max((sum(x.weight.nbytes for x in learnable(b)) for b in model.blocks), default=0)
-    rounding = max(hessians + rows, LATENTS * learned if steps else 0)
+    int4 = [int4_linears(block) for block in model.blocks]
+    squares = [[n**2 for x in linears for n in part_sizes(x.out_features)] for linears in int4]
+    # Those of a block at once while they are summed, then one while its linear is rounded.
+    outputs = 4 * max(sum(block) + OUTPUTS * max(block, default=0) for block in squares)
+    learned = LATENTS * max(sum(x.weight.nbytes for x in linears) for linears in int4)
+    rounding = max(hessians + outputs + rows, learned if steps else 0)
     if steps:
-        return pass_bytes(model, max(tokens, STEP_TOKENS), gradients=True) + rounding
-    return pass_bytes(model, tokens) + rounding
+        tokens = max(tokens, STEP_TOKENS)
+    return pass_bytes(model, tokens, gradients=outputs > 0) + rounding
 
 
 def _round_half(
-    names: Mapping[nn.Module, str], device: torch.device, half: Half, hidden: Sequence[Tensor]
+    names: Mapping[nn.Module, str],
+    outputs: Outputs,
+    device: torch.device,
+    half: Half,
+    hidden: Sequence[Tensor],
 ) -> list[Tensor]:
     """Round both linears of a half; returns the second one's inputs."""
     first, second = (getattr(half.part, name) for name in half.part.names)
     if isinstance(first, FakeQuantLinear):
         inputs = (half.norm(x.to(device, non_blocking=True)) for x in hidden)
-        _round_weight(names[first], first, first.observer, inputs, device)
+        parts = outputs.get(first, ())
+        _round_weight(names[first], first, first.observer, inputs, device, parts)
     # With the first one rounded.
     inner = for_each(device, lambda x: half.part.inner(half.norm(x)), hidden)
     if isinstance(second, FakeQuantLinear):
-        _round_weight(names[second], second, second.observer, inner, device)
+        _round_weight(
+            names[second], second, second.observer, inner, device, outputs.get(second, ())
+        )
     return inner
 
 
@@ -153,11 +161,13 @@ def _round_weight(
     observer: nn.Module | None,
     inputs: Iterable[Tensor],
     device: torch.device,
+    outputs: Sequence[Tensor] = (),
 ) -> None:
     """Round a weight on a device, in place, for its inputs (B, T, I), which its observer rounds."""
     here = (x.to(device, non_blocking=True) for x in inputs)
     rounded = (x if observer is None else observer(x) for x in here)
-    if not round_columns(module.weight, module.quantized.fmt, input_hessian(rounded)):
+    hessian, parts = input_hessian(rounded), [part.to(device) for part in outputs]
+    if not round_columns(module.weight, module.quantized.fmt, hessian, parts):
         log.warning(
             "%s: the Hessian of its inputs is not positive definite; rounding to nearest", name
         )
@@ -170,13 +180,19 @@ def input_hessian(inputs: Iterable[Tensor]) -> Tensor:
     return sum(product.double() for product in products)  # type: ignore[return-value]
 
 
-def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
-    """Round a weight (O, I), in place, so that e H e^T is small for the errors e (1, I) of every
-    output channel (H: `hessian`).
+def round_columns(
+    weight: Tensor, fmt: WeightFormat, hessian: Tensor, outputs: Sequence[Tensor] = ()
+) -> bool:
+    """Round a weight (O, I), in place, so that tr(F e H e^T) is small for its errors e (O, I) (H:
+    `hessian`, (I, I)).
 
     The largest entry of a group or channel is rounded to nearest, whatever its column should make
     up for, so that the scale computed from the rounded weight is the one it was rounded with; with
     zero points, so are the lowest and the highest entry.
+
+    Args:
+        outputs: the parts of F: matrices along its diagonal, outside which it is zero; none for the
+            identity. Only with groups.
 
     Returns:
         Whether errors are made up for: not if the Hessian is not positive definite, which leaves
@@ -189,23 +205,64 @@ def round_columns(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> bool:
     if factor is None:
         # With the identity nothing is made up for: rounding to nearest.
         hessian = factor = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    scales = None if fmt.group_size else weight_rounding(fmt).grid(weight).scale
+        outputs = ()
     factor, products = factor.float(), hessian.to(weight.dtype)
-    n_groups = -(-weight.shape[1] // (fmt.group_size or weight.shape[1]))
-    n = max(1, CHUNK_ELEMENTS // max(weight.shape[1], n_groups**2))
-    for start in range(0, len(weight), n):  # output channels do not depend on each other
-        rows = weight[start : start + n]
-        if scales is not None:
-            grid = Grid(scales.expand_as(weight)[start : start + n])
-            rows.copy_(_rounded_rows(rows, fmt, grid, order, factor))
-            continue
+
+    def round_rows(rows: Tensor) -> Tensor:
         grid = _group_grid(rows, fmt, products.diagonal())
         for _ in range(PASSES):
             rounded = _rounded_rows(rows, fmt, grid, order, factor)
             scale, levels = _fitted_scales(rows, rounded, grid.scale, fmt, products)
             grid = Grid(scale, grid.zero_point)
-        rows.copy_(levels * grid.scale)
+        return levels * grid.scale
+
+    if outputs:
+        _round_coupled(weight, outputs, round_rows)
+        return is_positive
+    scales = None if fmt.group_size else weight_rounding(fmt).grid(weight).scale
+    n_groups = -(-weight.shape[1] // (fmt.group_size or weight.shape[1]))
+    n = max(1, CHUNK_ELEMENTS // max(weight.shape[1], n_groups**2))
+    for start in range(0, len(weight), n):  # output channels do not depend on each other
+        rows = weight[start : start + n]
+        if scales is None:
+            rows.copy_(round_rows(rows))
+        else:
+            grid = Grid(scales.expand_as(weight)[start : start + n])
+            rows.copy_(_rounded_rows(rows, fmt, grid, order, factor))
     return is_positive
+
+
+def _round_coupled(
+    weight: Tensor, outputs: Sequence[Tensor], round_rows: Callable[[Tensor], Tensor]
+) -> None:
+    """`round_columns` with parts of F, whose factor L L^T = F makes the objective the sum over rows
+    i of |L_ii e_i + sum over k > i of L_ki e_k|^2, in the metric H: the rows k, rounded before,
+    change what row i should be."""
+    before, parts, first = weight.clone(), [], 0
+    for part in outputs:
+        # The last rows are rounded first: those whose errors cost most.
+        order = part.diagonal().argsort()
+        damping = OUTPUT_DAMPING * float(part.diagonal().mean()) or 1.0
+        damped = part[order][:, order]
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if failed or not lower.isfinite().all():
+            lower = torch.eye(len(part), device=part.device)  # each row by itself
+        parts.append((order + first, lower))
+        first += len(part)
+    for end in range(max(len(part) for part in outputs), 0, -CHANNELS):
+        together, targets = [], []
+        for rows, lower in parts:  # parts do not depend on each other
+            here, done = slice(max(0, end - CHANNELS), end), slice(end, None)
+            if not len(rows[here]):
+                continue
+            errors = weight[rows[done]] - before[rows[done]]
+            change = torch.linalg.solve_triangular(
+                lower[here, here].T, lower[done, here].T @ errors, upper=True
+            )
+            together.append(rows[here])
+            targets.append(before[rows[here]] - change)
+        weight[torch.cat(together)] = round_rows(torch.cat(targets))
 
 
 def _rounded_rows(
@@ -213,28 +270,27 @@ def _rounded_rows(
 ) -> Tensor:
     """`round_columns` for some rows, given the grid of every entry, both (O, I), the order of
     columns, and the factor of the inverse Hessian in that order."""
-    scale, (low, high) = grid.scale, fmt.range
+    low, high = fmt.range
     zero = torch.as_tensor(grid.zero_point, dtype=weight.dtype, device=weight.device)
-    zero = zero.expand_as(weight)
-    pinned, nearest = _pinned(weight, fmt, scale)
-    rest, rounded = weight[:, order], torch.empty_like(weight)
+    pinned, nearest = _pinned(weight, fmt, grid.scale)
+    least, most = (torch.where(pinned, nearest, x) - zero for x in (low, high))
+    # In that order, and transposed: one column after the other is contiguous.
+    rest, scale, least, most = (x.T[order] for x in (weight, grid.scale, least, most))
     # The columns that are not rounded yet make up for the error of each that is: at once within a
     # block, and beyond it in one product per block (the paper's lazy batch updates).
     for start in range(0, len(order), COLUMNS):
         block = slice(start, start + COLUMNS)
-        errors = torch.zeros_like(rest[:, block])
-        for i, column in enumerate(order[block].tolist(), start):
-            s, z = scale[:, column], zero[:, column]
-            integers = (torch.round(rest[:, i] / s) + z).clamp_(low, high)
-            values = (torch.where(pinned[:, column], nearest[:, column], integers) - z) * s
+        errors, here = torch.empty_like(rest[block]), factor[block, block]
+        columns = zip(rest[block], scale[block], least[block], most[block], errors, strict=True)
+        for i, (x, s, lowest, highest, error) in enumerate(columns):
+            levels = torch.div(x, s).round_().clamp_(lowest, highest)
             # Equation 2; the rows of the Cholesky factor stand for the inverse Hessians of the
             # columns that are left (the paper's step 3).
-            error = (rest[:, i] - values) / factor[i, i]
-            rest[:, i + 1 : start + COLUMNS] -= error[:, None] * factor[i, i + 1 : start + COLUMNS]
-            errors[:, i - start] = error
-            rounded[:, column] = values
-        rest[:, start + COLUMNS :] -= errors @ factor[block, start + COLUMNS :]
-    return rounded
+            torch.addcmul(x, levels, s, value=-1, out=error).div_(here[i, i])
+            torch.mul(levels, s, out=x)
+            rest[start + i + 1 : start + COLUMNS].addr_(here[i, i + 1 :], error, alpha=-1)
+        rest[start + COLUMNS :].addmm_(factor[block, start + COLUMNS :].T, errors, alpha=-1)
+    return rest[order.argsort()].T.contiguous()
 
 
 def _pinned(weight: Tensor, fmt: WeightFormat, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,165 +379,3 @@ def _fitted_scales(
 def _columns(groups: Tensor, weight: Tensor) -> Tensor:
     """(O, groups, size) -> (O, I), without the padding of the last group."""
     return groups.flatten(-2)[:, : weight.shape[1]]
-
-
-def learnable(block: nn.Module) -> list[FakeQuantLinear]:
-    """The linears whose rounding is worth learning: those with 4-bit groups."""
-    linears = (x for x in block.modules() if isinstance(x, FakeQuantLinear))
-    return [x for x in linears if x.quantized.fmt.group_size and x.quantized.fmt.bits == 4]
-
-
-@contextmanager
-def in_float(block: nn.Module) -> Iterator[None]:
-    """Compute with the float weights and inputs of a block for the duration of a `with` block."""
-    linears = [x for x in block.modules() if isinstance(x, FakeQuantLinear)]
-    replaced = [(linear, linear.quantized, linear.observer) for linear in linears]
-    for linear in linears:
-        linear.quantized, linear.observer = _Float(linear.quantized.fmt), None
-    try:
-        yield
-    finally:
-        for linear, quantized, observer in replaced:
-            linear.quantized, linear.observer = quantized, observer
-
-
-class _Float(QuantizedWeight):
-    def __call__(self, weight: Tensor) -> Tensor:
-        return weight
-
-
-class _Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-class _Latent(QuantizedWeight):
-    """The weight of a linear as a function of trained parameters.
-
-    Attributes:
-        integers: latent ones (O, G, size).
-        change: of the scales (O, G, 1), relative.
-    """
-
-    def __init__(self, linear: FakeQuantLinear, before: Tensor) -> None:
-        super().__init__(linear.quantized.fmt)
-        self.low, self.high = self.fmt.range
-        self.scale, self.zero = weight_rounding(self.fmt).grid(linear.weight)
-        groups = split(linear.weight, self.fmt.group_size)
-        rounded = (groups / self.scale).round() + self.zero
-        # From one entry of every group, which keeps the lowest integer, the scale is computed
-        # again; with zero points, from the highest one too, unless the group ends at zero.
-        self.pinned = torch.zeros_like(rounded, dtype=torch.bool)
-        self.pinned.scatter_(-1, rounded.argmin(-1, keepdim=True), True)
-        if self.fmt.zero_points:
-            self.pinned &= groups < 0
-            highest = torch.zeros_like(self.pinned)
-            highest.scatter_(-1, rounded.argmax(-1, keepdim=True), True)
-            self.pinned |= highest & (groups > 0)
-        self.pins = rounded
-        # The float weight, at most this far from GPTQ's integer: learning begins at its rounding.
-        near = 0.5 - MARGIN
-        wanted = split(before, self.fmt.group_size) / self.scale + self.zero
-        self.integers = nn.Parameter(wanted.clamp(rounded - near, rounded + near))
-        self.change = nn.Parameter(torch.zeros_like(self.scale))
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        rounded: Tensor = _Round.apply(self.integers)  # type: ignore[no-untyped-call]
-        levels = torch.where(self.pinned, self.pins, rounded) - self.zero
-        values = levels * (self.scale * (1 + self.change))
-        return values.flatten(-2)[:, : weight.shape[1]]
-
-    @torch.no_grad()
-    def clamp(self) -> None:
-        """Keep the integers within the format's range."""
-        self.integers.clamp_(self.low, self.high)
-
-    @torch.no_grad()
-    def freeze(self) -> None:
-        """Round the scales to those that files can store."""
-        scale = weight_rounding(self.fmt).storable(self.scale * (1 + self.change))
-        self.scale, self.change = scale, nn.Parameter(torch.zeros_like(scale))
-
-
-def learn_rounding(
-    block: Block,
-    before: Weights,
-    inputs: Tensor,
-    targets: Tensor,
-    steps: int,
-    device: torch.device,
-) -> tuple[float, float]:
-    """Train the rounding of a block whose weights GPTQ has rounded, in place. Rounding the result
-    to nearest, as fake quantization and export do, changes nothing.
-
-    Args:
-        before: the float weights of `learnable`.
-        inputs: hidden states (N, T, C) that the quantized blocks before it compute.
-        targets: those that the block should compute from them.
-        device: the block's, to which the rows of a step are moved.
-
-    Returns:
-        The mean squared error of the output before and after, relative to the targets. If it has
-        not fallen, the weights are as before.
-    """
-    latents = {linear: _Latent(linear, weight) for linear, weight in before.items()}
-    # bfloat16 where it is faster; errors are still summed in float32.
-    in_half = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-    def error(rows: Tensor) -> Tensor:
-        wanted = targets[rows].to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=in_half):
-            outputs = block(inputs[rows].to(device))
-        importance = 1 / wanted.square().mean(-1, keepdim=True).clamp_(min=1e-12)
-        errors: Tensor = (outputs.float() - wanted).square() * importance
-        return errors.mean()
-
-    def total() -> float:
-        parts = torch.split(torch.arange(len(inputs)), size)
-        with torch.no_grad():
-            return sum(float(error(part)) * len(part) for part in parts) / len(inputs)
-
-    size = max(1, STEP_TOKENS // inputs.shape[1])
-    parameters = [x for latent in latents.values() for x in (latent.integers, latent.change)]
-    groups = [
-        {"params": parameters[0::2], "lr": TRAVEL / steps},
-        {"params": parameters[1::2], "lr": SCALE_TRAVEL / steps},
-    ]
-    optimizer = torch.optim.Adam(groups, betas=BETAS)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    generator = torch.Generator().manual_seed(0)
-    first = total()
-    replaced = {linear: linear.quantized for linear in latents}
-    # Texts are drawn without replacement: each counts as often as the others, up to one.
-    queue = torch.empty(0, dtype=torch.int64)
-    try:
-        for linear, latent in latents.items():
-            linear.quantized = latent
-        for _ in range(steps):
-            if len(queue) < size:
-                queue = torch.cat((queue, torch.randperm(len(inputs), generator=generator)))
-            rows, queue = queue[:size], queue[size:]
-            with torch.enable_grad():
-                gradients = torch.autograd.grad(error(rows), parameters)
-            # Not backward(), which would fill in gradients of norms and biases too.
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
-            schedule.step()
-            for latent in latents.values():
-                latent.clamp()
-        for latent in latents.values():
-            latent.freeze()  # judged with the scales that files will have
-        last = total()
-        if last < first:
-            for linear, latent in latents.items():
-                linear.weight.copy_(latent(linear.weight))
-    finally:
-        for linear, quantized in replaced.items():
-            linear.quantized = quantized
-    return first, min(first, last)

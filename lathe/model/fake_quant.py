@@ -235,6 +235,31 @@ def without_quantization(model: GPT) -> GPT:
     return plain.eval()
 
 
+def int4_linears(block: nn.Module) -> list[FakeQuantLinear]:
+    """The linears of a block whose weights are 4-bit groups."""
+    linears = (x for x in block.modules() if isinstance(x, FakeQuantLinear))
+    return [x for x in linears if x.quantized.fmt.group_size and x.quantized.fmt.bits == 4]
+
+
+@contextmanager
+def in_float(block: nn.Module) -> Iterator[None]:
+    """Compute with the float weights and inputs of a block for the duration of a `with` block."""
+    linears = [x for x in block.modules() if isinstance(x, FakeQuantLinear)]
+    replaced = [(linear, linear.quantized, linear.observer) for linear in linears]
+    for linear in linears:
+        linear.quantized, linear.observer = _Float(linear.quantized.fmt), None
+    try:
+        yield
+    finally:
+        for linear, quantized, observer in replaced:
+            linear.quantized, linear.observer = quantized, observer
+
+
+class _Float(QuantizedWeight):
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight
+
+
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace a submodule, by its dotted name."""
     parent, _, attribute = name.rpartition(".")

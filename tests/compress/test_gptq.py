@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lathe.compress.gptq import DAMPING, PASSES, SCALES, gptq, input_hessian, round_columns
+from lathe.compress.gptq import (
+    DAMPING,
+    OUTPUT_DAMPING,
+    PASSES,
+    SCALES,
+    gptq,
+    input_hessian,
+    round_columns,
+)
+from lathe.compress.output_hessians import output_hessians
 from lathe.compress.plan import make_plan
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
@@ -128,6 +137,67 @@ def test_the_result_is_of_the_format_and_better_where_inputs_are_related(
     round_columns(rounded, form, input_hessian(x[None]))
     torch.testing.assert_close(fake_quantize_weight(rounded, form), rounded, rtol=1e-6, atol=0)
     assert output_error(weight, rounded, x) < 0.7 * output_error(weight, nearest, x)
+
+
+def coupled(width: int) -> Tensor:
+    """A Hessian of outputs of which a few directions matter most."""
+    return input_hessian([random(40, width, seed=3) * torch.linspace(0.1, 2, width)]).float()
+
+
+def cost(weight: Tensor, rounded: Tensor, h: Tensor, f: Tensor) -> float:
+    error = (rounded - weight).double()
+    return float((f.double() @ error @ h * error).sum())
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.parametrize("form", [WeightFormat.int4(32), WITH_ZEROS], ids=str)
+def test_output_channels_make_up_for_the_errors_of_those_before(
+    form: WeightFormat, channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Channels that are not rounded yet get the weights of least cost, given the errors so far."""
+    weight, h, f = random(24, 96), input_hessian([inputs(500, 96)]), coupled(24)
+    monkeypatch.setattr("lathe.compress.gptq.CHANNELS", channels)
+    rounded = weight.clone()
+    round_columns(rounded, form, h, [f])
+    errors, left = np.zeros(weight.shape), list(np.argsort(-f.diagonal().numpy(), kind="stable"))
+    damped = f.double().numpy() + OUTPUT_DAMPING * float(f.diagonal().mean()) * np.eye(24)
+    done: list[int] = []
+    while left:
+        change = np.linalg.solve(damped[np.ix_(left, left)], damped[np.ix_(left, done)])
+        targets = weight[left].double().numpy() - change @ errors[done]
+        here = left[:channels]
+        found = torch.from_numpy(targets[: len(here)]).float()
+        round_columns(found, form, h)
+        np.testing.assert_allclose(rounded[here], found, atol=2e-3)
+        errors[here] = (rounded[here] - weight[here]).numpy()
+        done, left = done + here, left[len(here) :]
+
+
+@pytest.mark.parametrize("form", [WeightFormat.int4(32), WITH_ZEROS], ids=str)
+def test_the_cost_of_coupled_outputs_falls(form: WeightFormat) -> None:
+    weight, h, f = random(300, 96), input_hessian([inputs(500, 96)]), coupled(300)
+    alone, together, parts = weight.clone(), weight.clone(), weight.clone()
+    round_columns(alone, form, h)
+    round_columns(together, form, h, [f])
+    assert torch.equal(fake_quantize_weight(together, form), together)
+    print(cost(weight, together, h, f), cost(weight, alone, h, f))
+    assert cost(weight, together, h, f) < 0.3 * cost(weight, alone, h, f)
+    # Parts do not know of each other.
+    round_columns(parts, form, h, [f[:150, :150], f[150:, 150:]])
+    for rows in (slice(150), slice(150, None)):
+        part = weight[rows].clone()
+        round_columns(part, form, h, [f[rows, rows]])
+        torch.testing.assert_close(part, parts[rows])
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -1e9])
+def test_outputs_without_a_factor_are_rounded_alone(broken: float) -> None:
+    weight, h, f = random(16, 96), input_hessian([inputs(500, 96)]), coupled(16)
+    f[3, 3] = broken
+    alone, together = weight.clone(), weight.clone()
+    assert round_columns(alone, WITH_ZEROS, h)
+    assert round_columns(together, WITH_ZEROS, h, [f])
+    torch.testing.assert_close(together, alone)
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.3, 4.0, -4.0])
@@ -274,6 +344,7 @@ def test_it_is_bit_for_bit_what_running_whole_blocks_for_every_linear_finds(
 def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
     """GPTQ that runs each block once for every linear, and once more at the end."""
     model.eval()
+    outputs = output_hessians(model, batches)
     hidden = [model.embed(tokens) for tokens in batches]
     for block in model.blocks:
         for linear in block.modules():
@@ -284,7 +355,7 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
                         block(x)
                 assert linear.observer is not None
                 h = input_hessian(linear.observer(x) for x in caught)
-                round_columns(linear.weight, linear.quantized.fmt, h)
+                round_columns(linear.weight, linear.quantized.fmt, h, outputs[linear])
         hidden = [block(x) for x in hidden]
 
 

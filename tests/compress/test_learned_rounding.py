@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lathe.compress.gptq import _Latent, gptq, in_float
+from lathe.compress.gptq import gptq
+from lathe.compress.learned_rounding import _Latent
 from lathe.compress.plan import make_plan
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
 from lathe.model.block import Block
 from lathe.model.config import GPTConfig
-from lathe.model.fake_quant import FakeQuantLinear
+from lathe.model.fake_quant import FakeQuantLinear, in_float
 from lathe.model.families import GPT2, LLAMA, QWEN3
 from lathe.model.gpt import GPT
 from lathe.model.integer_weights import QuantizedWeight, fake_quantize_weight
@@ -94,7 +95,7 @@ def test_rounding_again_changes_nothing(size: int, zero_points: bool) -> None:
 def test_what_does_not_help_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [quantized(LLAMA), quantized(LLAMA)]
     gptq(models[0], tokens(1))
-    monkeypatch.setattr("lathe.compress.gptq.TRAVEL", 1000.0)
+    monkeypatch.setattr("lathe.compress.learned_rounding.TRAVEL", 1000.0)
     gptq(models[1], tokens(1), 5)
     found, expected = (model.state_dict() for model in models)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
