@@ -52,8 +52,8 @@ COLUMNS = 128  # that are rounded before the columns after them are corrected
 CHANNELS = 64
 """Output channels that are rounded together: errors of one change only the channels after them."""
 OUTPUT_DAMPING = 1.0
-"""Of the diagonal's mean: products of gradients are noisy, because a few tokens have by far the
-largest. With 0.1 less is gained."""
+"""A share of the diagonal's mean. Products of gradients are noisy, because a few tokens have by far
+the largest: with 0.1 less is gained."""
 SCALES = [i / 40 for i in (40, *range(28, 40), 41, 42)]
 """Scales to try for a group, relative to that of rounding to nearest, which wins ties. Beyond
 8 / 7.5, the entry of largest magnitude would not be rounded to -8, from which the scale is computed
