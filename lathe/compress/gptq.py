@@ -60,7 +60,7 @@ SCALES = [i / 40 for i in (40, *range(28, 40), 41, 42)]
 again."""
 # Memory, for `gptq_bytes`:
 HESSIANS = 8  # matrices like the Hessian, in float64, while its inverse is factored
-OUTPUTS = 5  # matrices like the outputs' Hessian, in float32, while it is factored
+OUTPUTS = 4  # matrices like all parts of the outputs' Hessian, in float32, while it is factored
 BUFFERS = 16  # like the rows that are rounded together
 
 Outputs = Mapping[FakeQuantLinear, Sequence[Tensor]]
@@ -123,9 +123,8 @@ def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
     hessians = HESSIANS * 8 * inputs**2
     rows = BUFFERS * 4 * min(max(shape.numel() for shape in shapes), CHUNK_ELEMENTS)
     int4 = [int4_linears(block) for block in model.blocks]
-    squares = [[n**2 for x in linears for n in part_sizes(x.out_features)] for linears in int4]
-    # Those of a block at once while they are summed, then one while its linear is rounded.
-    outputs = 4 * max(sum(block) + OUTPUTS * max(block, default=0) for block in squares)
+    squares = [sum(n**2 for n in part_sizes(x.out_features)) for linears in int4 for x in linears]
+    outputs = OUTPUTS * 4 * max(squares, default=0)
     learned = LATENTS * max(sum(x.weight.nbytes for x in linears) for linears in int4)
     rounding = max(hessians + outputs + rows, learned if steps else 0)
     if steps:
@@ -144,14 +143,12 @@ def _round_half(
     first, second = (getattr(half.part, name) for name in half.part.names)
     if isinstance(first, FakeQuantLinear):
         inputs = (half.norm(x.to(device, non_blocking=True)) for x in hidden)
-        parts = outputs.get(first, ())
-        _round_weight(names[first], first, first.observer, inputs, device, parts)
+        _round_weight(names[first], first, first.observer, inputs, device, outputs.get(first, ()))
     # With the first one rounded.
     inner = for_each(device, lambda x: half.part.inner(half.norm(x)), hidden)
     if isinstance(second, FakeQuantLinear):
-        _round_weight(
-            names[second], second, second.observer, inner, device, outputs.get(second, ())
-        )
+        parts = outputs.get(second, ())
+        _round_weight(names[second], second, second.observer, inner, device, parts)
     return inner
 
 

@@ -180,7 +180,6 @@ def test_the_cost_of_coupled_outputs_falls(form: WeightFormat) -> None:
     round_columns(alone, form, h)
     round_columns(together, form, h, [f])
     assert torch.equal(fake_quantize_weight(together, form), together)
-    print(cost(weight, together, h, f), cost(weight, alone, h, f))
     assert cost(weight, together, h, f) < 0.3 * cost(weight, alone, h, f)
     # Parts do not know of each other.
     round_columns(parts, form, h, [f[:150, :150], f[150:, 150:]])

@@ -110,5 +110,4 @@ def test_with_them_predictions_change_less(
         gptq(model, texts)
         monkeypatch.undo()
         costs.append(fmean(measure(model)))
-    print(costs)
     assert costs[1] < 0.9 * costs[0]
