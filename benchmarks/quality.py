@@ -310,7 +310,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
     parser.add_argument("--wikitext", type=Path, help="another, of WikiText, for the same rows")
     parser.add_argument("--wikipedia", type=Path, help="a third, of WikiText and Wikipedia")
-    parser.add_argument("--steps", type=int, default=60, help="of trained rows, 2,048 tokens each")
+    parser.add_argument("--steps", type=int, default=100, help="of trained rows, 2,048 tokens each")
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
@@ -369,7 +369,7 @@ def main() -> None:
             *group32,
             *("Compress.Quantization.rounding=gptq", f"Engine.max_steps={given.steps}"),
             "Engine.compile=True",
-            *("Engine.mix_precision.dtype=bfloat16", "Optimizer.lr.max_lr=5e-5"),
+            *("Engine.mix_precision.dtype=bfloat16", "Optimizer.lr.max_lr=2e-4"),
             *("Data.Train.dataset.max_seq_len=512", "Data.Eval.dataset.max_seq_len=512"),
             *("Compress.Distill.teacher=parent", "Compress.Distill.alpha=1.0"),
         )
@@ -413,7 +413,7 @@ def main() -> None:
             f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", rotates=True, data=data),
             f"{groups} 128, GPTQ": ours(*weights, "group_size=128", data=data),
             "blocks, INT4 and INT8": mixed(data),
-            f"{groups} 32, zero points, trained": trained(data),
+            f"{groups} 32, zero points, {given.steps} steps": trained(data),
             "INT8 static": ours(int8, data=data),
             "INT8 static, rotated": ours(int8, rotates=True, data=data),
             "INT4 in groups of 32, embedding in INT8": ours(
