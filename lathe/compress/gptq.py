@@ -7,9 +7,10 @@ as llama.cpp's quantization with an importance matrix does, and then, given the 
 of the output: a least-squares problem, with whose solution the weights are rounded again.
 
 Weights of 4 bits are rounded for what errors cost the whole model: the error E (O, I) of a linear
-costs tr(F E H E^T), where H is the Hessian of its inputs and F that of its outputs. As the columns
-that are not rounded yet make up for errors of the columns before them, so do output channels
-(Tseng et al. 2025, "Model-Preserving Adaptive Rounding", arXiv:2505.22988, section 4).
+costs tr(F E H E^T), where H is the Hessian of its inputs and F that of its outputs, in which tokens
+count as `output_hessians` says. As the columns that are not rounded yet make up for errors of the
+columns before them, so do output channels (Tseng et al. 2025, "Model-Preserving Adaptive Rounding",
+arXiv:2505.22988, section 4).
 
 Shapes: B batch, T tokens, O output channels and I inputs of a linear, G groups of a row.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lathe.compress.learned_rounding import LATENTS, STEP_TOKENS, learn_rounding
-from lathe.compress.output_hessians import output_hessians, part_sizes
+from lathe.compress.output_hessians import OutputHessian, output_hessians, part_sizes
 from lathe.model.block import Block, Half
 from lathe.model.by_block import by_halves, embed, for_each, hidden_states, on
 from lathe.model.fake_quant import (
@@ -51,9 +52,7 @@ PASSES = 2  # of rounding and fitting scales; a third gains 1 % for the time of 
 COLUMNS = 128  # that are rounded before the columns after them are corrected
 CHANNELS = 64
 """Output channels that are rounded together: errors of one change only the channels after them."""
-OUTPUT_DAMPING = 1.0
-"""A share of the diagonal's mean. Products of gradients are noisy, because a few tokens have by far
-the largest: with 0.1 less is gained."""
+OUTPUT_DAMPING = 0.1  # a share of the diagonal's mean
 SCALES = [i / 40 for i in (40, *range(28, 40), 41, 42)]
 """Scales to try for a group, relative to that of rounding to nearest, which wins ties. Beyond
 8 / 7.5, the entry of largest magnitude would not be rounded to -8, from which the scale is computed
@@ -63,11 +62,11 @@ HESSIANS = 8  # matrices like the Hessian, in float64, while its inverse is fact
 OUTPUTS = 4  # matrices like all parts of the outputs' Hessian, in float32, while it is factored
 BUFFERS = 16  # like the rows that are rounded together
 
-Outputs = Mapping[FakeQuantLinear, Sequence[Tensor]]
+Outputs = Mapping[FakeQuantLinear, OutputHessian]
 
 
 @torch.no_grad()
-def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
+def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> dict[str, float]:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
     every linear, given the inputs from the rounded ones before it.
 
@@ -76,6 +75,10 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
         steps: of `learn_rounding` for every block, which needs batches of the same length.
+
+    Returns:
+        For every linear with 4-bit weights the KL divergence from the float model, nats per token,
+        that its rounding by GPTQ alone is estimated to cost on this text.
     """
     model.eval()
     head, device = model.output, batches[0].device
@@ -89,7 +92,8 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
     names = {module: name for name, module in model.named_modules()}
     has_int4 = any(int4_linears(block) for block in model.blocks)
     outputs = output_hessians(model, batches) if has_int4 else {}
-    round_half = partial(_round_half, names, outputs, device)
+    costs: dict[str, float] = {}
+    round_half = partial(_round_half, names, outputs, device, costs)
     hidden = embed(model, batches)
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
@@ -106,6 +110,7 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> None:
             texts = torch.cat(hidden)
             learn_rounding(block, before, texts, torch.cat(targets), steps, device)
             hidden = for_each(device, block, hidden)
+    return costs
 
 
 def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
@@ -136,19 +141,30 @@ def _round_half(
     names: Mapping[nn.Module, str],
     outputs: Outputs,
     device: torch.device,
+    costs: dict[str, float],
     half: Half,
     hidden: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Round both linears of a half; returns the second one's inputs."""
+    """Round both linears of a half; returns the second one's inputs.
+
+    Args:
+        costs: to which those of 4-bit weights are added: see `gptq`.
+    """
     first, second = (getattr(half.part, name) for name in half.part.names)
+
+    def round_linear(linear: FakeQuantLinear, inputs: Iterable[Tensor]) -> None:
+        name, found = names[linear], outputs.get(linear)
+        cost = _round_weight(name, linear, linear.observer, inputs, device, found)
+        if found is not None:
+            costs[name] = cost
+
     if isinstance(first, FakeQuantLinear):
         inputs = (half.norm(x.to(device, non_blocking=True)) for x in hidden)
-        _round_weight(names[first], first, first.observer, inputs, device, outputs.get(first, ()))
+        round_linear(first, inputs)
     # With the first one rounded.
     inner = for_each(device, lambda x: half.part.inner(half.norm(x)), hidden)
     if isinstance(second, FakeQuantLinear):
-        parts = outputs.get(second, ())
-        _round_weight(names[second], second, second.observer, inner, device, parts)
+        round_linear(second, inner)
     return inner
 
 
@@ -158,16 +174,41 @@ def _round_weight(
     observer: nn.Module | None,
     inputs: Iterable[Tensor],
     device: torch.device,
-    outputs: Sequence[Tensor] = (),
-) -> None:
-    """Round a weight on a device, in place, for its inputs (B, T, I), which its observer rounds."""
+    outputs: OutputHessian | None = None,
+) -> float:
+    """Round a weight on a device, in place, for its inputs (B, T, I), which its observer rounds.
+
+    Returns:
+        What that costs, in nats per token; 0 without `outputs`.
+    """
     here = (x.to(device, non_blocking=True) for x in inputs)
     rounded = (x if observer is None else observer(x) for x in here)
-    hessian, parts = input_hessian(rounded), [part.to(device) for part in outputs]
+    parts, before = [], module.weight
+    if outputs is not None:
+        parts, before = [part.to(device) for part in outputs.parts], module.weight.clone()
+        norms = (norm.to(device) for norm in outputs.norms)
+        rounded = (x * norm.sqrt() for x, norm in zip(rounded, norms, strict=True))
+    hessian = input_hessian(rounded)
     if not round_columns(module.weight, module.quantized.fmt, hessian, parts):
         log.warning(
             "%s: the Hessian of its inputs is not positive definite; rounding to nearest", name
         )
+    return 0.0 if outputs is None else _cost(module.weight - before, hessian, parts, outputs.norms)
+
+
+def _cost(
+    errors: Tensor, hessian: Tensor, parts: Sequence[Tensor], norms: Sequence[Tensor]
+) -> float:
+    """What errors (O, I) of a weight cost, in nats per token: 1/2 tr(F E H E^T), normalized as if
+    gradients and inputs had independent directions, but not sizes: each factor has half of them."""
+    products, total = hessian.to(errors.dtype), 0.0
+    of_parts = torch.split(errors, [len(part) for part in parts])
+    for part, error in zip(parts, of_parts, strict=True):
+        total += float(((part @ error) * (error @ products)).sum())
+    counts = torch.cat([norm.flatten() for norm in norms]).double()
+    if not total:
+        return 0.0
+    return total / 2 * float(counts.square().mean() / counts.mean() ** 2) / len(counts) ** 2
 
 
 def input_hessian(inputs: Iterable[Tensor]) -> Tensor:

@@ -1,11 +1,15 @@
 """What errors of a linear's outputs cost the whole model: the second factor of GPTQ's objective.
 
-The predictions of a model whose linear adds e to its outputs y (O,) differ by KL = 1/2 e F e, in
-nats, where F is the Fisher information: the mean of g g^T over tokens drawn from the model's own
-predictions, and g (O,) the gradient of their log-likelihood by y. Few directions of y matter:
-what the next norm divides out, what no later linear reads and a closed gate cost nothing.
+If a linear adds e (O,) to its outputs y of a token, the model's predictions change by 1/2 (g e)^2
+nats, in the mean over tokens drawn from them, where g (O,) is the gradient of their log-likelihood
+by y. Few directions of y matter: what the next norm divides out, what no later linear reads and a
+closed gate cost nothing. Few tokens matter, too: the first of a text, to which all later ones
+attend, may have most of all gradients.
 
-An error E (O, I) of the weight thus costs tr(F E H E^T), where H is the Hessian of the inputs.
+An error E (O, I) of the weight costs 1/2 (g E x)^2 at a token with the inputs x (I,). The sum of
+(g E x)^2 over tokens is approximated by tr(F E H E^T), where each counts in both factors by the
+size of its gradient: F is the sum of g g^T / |g|, H that of |g| x x^T. With g g^T and x x^T (K-FAC)
+a few tokens would decide F, and hardly count in H.
 
 Sources: Martens and Grosse 2015, "Optimizing Neural Networks with Kronecker-factored Approximate
 Curvature" (K-FAC, arXiv:1503.05671); to round weights with it, Tseng et al. 2025, "Model-Preserving
@@ -15,6 +19,7 @@ Shapes: B batch, T tokens, C hidden size, V vocabulary, O outputs of a linear.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +34,25 @@ MAX_OUTPUTS = 1024
 """Outputs whose errors are seen together. Wider linears are divided into equal parts, of which each
 is as if the others had no errors: the whole matrices take three times as long, need gigabytes for
 large models, and gain nothing more."""
+TINY = 1e-30
 
 
-def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLinear, list[Tensor]]:
-    """F, up to a factor, of every part of every linear with 4-bit weights: (parts, n, n) float32,
-    on the host, in the order of the outputs. The last part may be smaller.
+@dataclass(frozen=True)
+class OutputHessian:
+    """Of a linear, on the host, in float32.
+
+    Attributes:
+        parts: F of every part of the outputs, in their order: (n, n) each. The last one may be
+            smaller.
+        norms: |g| of every token, (B, T, 1) for every batch, in nats per unit of the output.
+    """
+
+    parts: list[Tensor]
+    norms: list[Tensor]
+
+
+def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLinear, OutputHessian]:
+    """Those of all linears with 4-bit weights.
 
     The model computes with its float weights, one block after the other; see `by_block.backward`.
 
@@ -41,15 +60,22 @@ def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLine
         batches: tokens (B, T) each, on the device on which the blocks are computed.
     """
     linears = [linear for block in model.blocks for linear in int4_linears(block)]
-    found = {x: [torch.zeros(n, n) for n in part_sizes(x.out_features)] for x in linears}
+    found = {
+        x: OutputHessian([torch.zeros(n, n) for n in part_sizes(x.out_features)], [])
+        for x in linears
+    }
     draw = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every device
 
     def watch(linear: nn.Module, _: object, outputs: Tensor) -> None:
         assert isinstance(linear, FakeQuantLinear)
-        parts = found[linear]
+        parts, norms = found[linear].parts, found[linear].norms
 
         def add(gradient: Tensor) -> None:
-            rows = torch.split(gradient.flatten(0, -2), [len(part) for part in parts], 1)
+            norm = gradient.norm(dim=-1, keepdim=True)
+            norms.append(norm.float().cpu())
+            # Of which the products are g g^T / |g|; a token without a gradient has none.
+            roots = (gradient * norm.clamp(min=TINY).rsqrt()).flatten(0, -2)
+            rows = torch.split(roots, [len(part) for part in parts], 1)
             for part, g in zip(parts, rows, strict=True):
                 part.copy_(torch.addmm(part.to(g.device), g.T, g))
 
@@ -59,7 +85,8 @@ def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLine
     def loss(hidden: Tensor) -> Tensor:
         final = hidden if model.head_input is None else model.head_input(hidden)
         table = model.output.table().detach()
-        return linear_cross_entropy(final, table, _drawn(final.detach(), table, draw))
+        mean = linear_cross_entropy(final, table, _drawn(final.detach(), table, draw))
+        return mean * final[..., 0].numel()
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # gradients of outputs are all that is wanted

@@ -353,8 +353,10 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
                     for x in hidden:
                         block(x)
                 assert linear.observer is not None
-                h = input_hessian(linear.observer(x) for x in caught)
-                round_columns(linear.weight, linear.quantized.fmt, h, outputs[linear])
+                parts, norms = outputs[linear].parts, outputs[linear].norms
+                counted = zip(caught, norms, strict=True)
+                h = input_hessian(linear.observer(x) * norm.sqrt() for x, norm in counted)
+                round_columns(linear.weight, linear.quantized.fmt, h, parts)
         hidden = [block(x) for x in hidden]
 
 

@@ -1,4 +1,4 @@
-"""Hessians of outputs against the Fisher information of a model's predictions, from Jacobians."""
+"""Hessians of outputs against the gradients of drawn predictions, from Jacobians."""
 
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +14,7 @@ from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import Architecture
+from lathe.model.block import Block
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.config import GPTConfig
 from lathe.model.fake_quant import FakeQuantLinear
@@ -40,9 +41,9 @@ def quantized(family: Architecture, layers: int = 2, vocabulary: int = 50) -> GP
     return model.eval()
 
 
-def fisher(model: GPT, linear: FakeQuantLinear, tokens: Tensor) -> Tensor:
-    """The exact one of a linear's outputs, (O, O): J' (diag p - p p') J, J the Jacobian of the
-    logits by what is added to the outputs of a token, summed over tokens (T,)."""
+def gradients(model: GPT, linear: FakeQuantLinear, tokens: Tensor) -> Tensor:
+    """Those of the log-likelihood of drawn tokens by the linear's outputs, (N, T, O), from the
+    Jacobian of the logits by what is added to the outputs of every token."""
 
     def logits(added: Tensor) -> Tensor:
         with linear.register_forward_hook(lambda _, __, y: y + added):
@@ -52,13 +53,13 @@ def fisher(model: GPT, linear: FakeQuantLinear, tokens: Tensor) -> Tensor:
     nothing = torch.zeros(len(tokens), linear.out_features)
     jacobian = torch.autograd.functional.jacobian(logits, nothing)  # (T, V, T, O)
     p = logits(nothing).softmax(-1).detach()
-    covariances = torch.diag_embed(p) - p[:, :, None] * p[:, None]
-    total: Tensor = torch.einsum("tvso,tvw,twsp->op", jacobian, covariances, jacobian)
-    return total
+    drawn = torch.multinomial(p, 4000, True, generator=torch.Generator().manual_seed(4)).T
+    of_drawn = torch.nn.functional.one_hot(drawn, p.shape[1]) - p  # (N, T, V)
+    return torch.einsum("ntv,tvso->nso", of_drawn, jacobian)
 
 
 @FAMILIES
-def test_they_are_the_fisher_information(family: Architecture) -> None:
+def test_they_are_those_of_drawn_tokens(family: Architecture) -> None:
     model = quantized(family)
     tokens = torch.randint(50, (5,), generator=torch.Generator().manual_seed(2))
     found = output_hessians(model, [tokens.expand(2000, 5)] * 2)
@@ -66,10 +67,23 @@ def test_they_are_the_fisher_information(family: Architecture) -> None:
     assert len(linears) == 7 and set(found) == set(linears)
     with fake_quant.in_float(model):
         for linear in linears:
-            expected = fisher(model, linear, tokens)
-            (part,) = found[linear]
-            scaled = part * (expected.trace() / part.trace())
-            assert (scaled - expected).norm() < 0.05 * expected.norm()
+            g = gradients(model, linear, tokens)
+            norms, (part,) = g.norm(dim=-1), found[linear].parts
+            expected = torch.einsum("nto,ntp,nt->op", g, g, 1 / norms)
+            assert (part - expected).norm() < 0.06 * expected.norm()
+            counts = torch.cat(found[linear].norms)[..., 0].mean(0)
+            torch.testing.assert_close(counts, norms.mean(0), rtol=0.06, atol=0)
+
+
+def test_a_token_without_a_gradient_does_not_count() -> None:
+    model = quantized(LLAMA)
+    last = model.blocks[-1]
+    assert isinstance(last, Block)
+    last.mlp.down_proj.weight.data.zero_()  # then nothing depends on what it reads
+    found = output_hessians(model, [torch.randint(50, (2, 8))])
+    (norms,) = found[last.mlp.gate_up_proj].norms
+    (part,) = found[last.mlp.gate_up_proj].parts
+    assert norms.shape == (2, 8, 1) and not norms.any() and not part.any()
 
 
 def test_wide_linears_are_divided_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +92,9 @@ def test_wide_linears_are_divided_into_parts(monkeypatch: pytest.MonkeyPatch) ->
     whole = output_hessians(model, tokens)
     monkeypatch.setattr("lathe.compress.output_hessians.MAX_OUTPUTS", 100)
     assert part_sizes(100) == [100] and part_sizes(192) == [96, 96] and part_sizes(301)[-1] == 73
-    for linear, parts in output_hessians(model, tokens).items():
-        first, (matrix,) = 0, whole[linear]
-        for part in parts:
+    for linear, found in output_hessians(model, tokens).items():
+        first, (matrix,) = 0, whole[linear].parts
+        for part in found.parts:
             here = slice(first, first + len(part))
             torch.testing.assert_close(part, matrix[here, here])
             first += len(part)

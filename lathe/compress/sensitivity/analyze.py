@@ -3,17 +3,22 @@
 The modes `ptq` and `qat` follow PaddleSlim's sensitivity analysis; `fisher` is an addition.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lathe.compress.activation import int8_candidates
+from lathe.compress.gptq import gptq, gptq_bytes
 from lathe.compress.plan import formats, make_plan, quantizable
 from lathe.compress.sensitivity.measure import (
     BatchMetric,
     estimate_costs,
     input_distributions,
+    linear_weight,
     weight_distributions,
 )
 from lathe.compress.sensitivity.rank import (
@@ -69,6 +74,7 @@ class TorchModel:
     ) -> None:
         validation = validation_batches(recipe, data)
         self.model = without_quantization(checkpoint.model)
+        self._recipe, self._data = recipe, data
         batches = [*calibration_batches(recipe, data)]
         tokens = max(batches[0].size, validation[0].size)
         needed = pass_bytes(self.model, tokens, gradients=True)
@@ -76,6 +82,7 @@ class TorchModel:
         self.calibration = [torch.from_numpy(tokens).to(device) for tokens in batches]
         plan = checkpoint.model.config.quantization
         settings = recipe.Compress.Quantization
+        self._uses_gptq = not plan and settings.uses_gptq(recipe.Engine.max_steps)
         self.group_size: int = settings.group_size
         possible = quantizable(self.model.config, settings)
         self.forms: Sequence[Format]
@@ -96,15 +103,21 @@ class TorchModel:
         self._measure = BatchMetric(recipe.Sensitivity.metric, measured, self.model)
 
     def measure(self, formats: Mapping[str, Format]) -> list[float]:
-        """The metric of every validation batch, with only these linears quantized."""
+        """The metric of every validation batch, with only these linears quantized: to 4 bits as
+        `quantize` will round them."""
         linears = {name: self.plans[fmt].linears[name] for name, fmt in formats.items()}
         plan = QuantizationPlan(linears, self.plan.position_embedding)
-        with fake_quant.inserted(self.model, plan):
+        in_4_bits = [name for name, fmt in formats.items() if fmt == "int4"]
+        with self._rounded(in_4_bits), fake_quant.inserted(self.model, plan):
             return self._measure(self.model)
 
     def estimates(self) -> dict[Format, dict[str, float]]:
-        """KL estimated from gradients, nats per token, by format and name."""
-        return estimate_costs(self.model, self.plans, self.names, self.calibration)
+        """KL in nats per token, by format and name: estimated by GPTQ for the weights that it will
+        round to 4 bits, and from gradients for the others."""
+        found = estimate_costs(self.model, self.plans, self.names, self.calibration)
+        if "int4" in found:
+            found["int4"] |= self._by_gptq[0]
+        return found
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
@@ -134,3 +147,38 @@ class TorchModel:
 
         # From the journal after a kill, so that costs are measured with the same scales.
         return plan.with_scales(journal.recall(f"scales of {fmt}", find, dict))
+
+    @cached_property
+    def _by_gptq(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Costs and weights of linears that GPTQ has rounded to 4 bits, by name; none if the recipe
+        does not use it."""
+        plan, settings = self.plans.get("int4"), self._recipe.Compress.Quantization
+        if plan is None or not self._uses_gptq:
+            return {}, {}
+        parts = calibration_batches(self._recipe, self._data, settings.gptq_batches)
+        texts = [torch.from_numpy(part) for part in parts]
+        weights = {name: linear_weight(self.model, name) for name in plan.linears}
+        before = {name: weight.clone() for name, weight in weights.items()}
+        with torch.no_grad(), fake_quant.inserted(self.model, plan):
+            needed = gptq_bytes(self.model, texts[0].numel(), 0)
+            wanted = self.calibration[0].device
+            device, _ = device_with_room(self._recipe, wanted, "GPTQ", {BY_BLOCK: needed})
+            costs = gptq(self.model, [text.to(device) for text in texts])
+            rounded = {name: weight.clone() for name, weight in weights.items()}
+            for name, weight in weights.items():
+                weight.copy_(before[name])
+        return costs, rounded
+
+    @contextmanager
+    def _rounded(self, names: Sequence[str]) -> Iterator[None]:
+        """Have weights as GPTQ rounds them for the duration of a `with` block."""
+        rounded = self._by_gptq[1] if names else {}
+        weights = {name: linear_weight(self.model, name) for name in names if name in rounded}
+        before = {name: weight.data for name, weight in weights.items()}
+        for name, weight in weights.items():
+            weight.data = rounded[name]
+        try:
+            yield
+        finally:
+            for name, weight in weights.items():
+                weight.data = before[name]
