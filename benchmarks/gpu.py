@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -439,17 +438,13 @@ def by_block(device: str, folder: Path) -> Iterator[Figures]:
         importance(model, "taylor", batches)
         return pass_bytes(model, batches[0].numel(), gradients=True)
 
-    def rounding(steps: int) -> int:
+    def rounding() -> int:
         rounded = copy.deepcopy(model)
         fake_quant.insert(rounded, plan)
-        gptq(rounded, batches, steps)
-        return gptq_bytes(rounded, batches[0].numel(), steps)
+        gptq(rounded, batches)
+        return gptq_bytes(rounded, batches[0].numel())
 
-    for name, run in (
-        ("scores", scores),
-        ("GPTQ", partial(rounding, 0)),
-        ("learned", partial(rounding, 10)),
-    ):
+    for name, run in (("scores", scores), ("GPTQ", rounding)):
         started = time.perf_counter()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -382,7 +382,7 @@ def main() -> None:
 
         return make
 
-    learned, nearest = ("learned_steps=60",), ("rounding=nearest", "smoothing=False")
+    nearest = "rounding=nearest", "smoothing=False"
     groups = "blocks, INT4 in groups of"
     int4 = "weight_bits=4", "group_size=32"
     int8 = "activation_quantize_type=moving_average_abs_max"
@@ -406,10 +406,6 @@ def main() -> None:
             continue
         rows = {
             f"{groups} 32, GPTQ": ours(*weights, "group_size=32", data=data),
-            f"{groups} 32, learned": ours(*weights, "group_size=32", *learned, data=data),
-            f"{groups} 32, zero points, learned": ours(
-                *weights, *zeros, "group_size=32", *learned, data=data
-            ),
             f"{groups} 32, rotated, GPTQ": ours(*weights, "group_size=32", rotates=True, data=data),
             f"{groups} 128, GPTQ": ours(*weights, "group_size=128", data=data),
             "blocks, INT4 and INT8": mixed(data),

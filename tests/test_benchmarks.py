@@ -68,7 +68,7 @@ def test_the_plan_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     assert found["exact resume"]["eager: same weights"]
     assert found["losses"]["Lathe: error"] < 1e-5
     assert found["QAT"]["with a teacher: tokens_per_second"] > 0
-    assert found["7B by block"]["learned, GB estimated"] > 0
+    assert found["7B by block"]["GPTQ, GB estimated"] > 0
 
 
 @pytest.mark.slow

@@ -23,14 +23,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lathe.compress.learned_rounding import LATENTS, STEP_TOKENS, learn_rounding
 from lathe.compress.output_hessians import OutputHessian, output_hessians, part_sizes
 from lathe.model.block import Block, Half
 from lathe.model.by_block import by_halves, embed, for_each, hidden_states, on
 from lathe.model.fake_quant import (
     FakeQuantEmbedding,
     FakeQuantLinear,
-    in_float,
     int4_linears,
 )
 from lathe.model.gpt import GPT
@@ -66,7 +64,7 @@ Outputs = Mapping[FakeQuantLinear, OutputHessian]
 
 
 @torch.no_grad()
-def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> dict[str, float]:
+def gptq(model: GPT, batches: Sequence[Tensor]) -> dict[str, float]:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
     every linear, given the inputs from the rounded ones before it.
 
@@ -74,11 +72,10 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> dict[str, flo
 
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
-        steps: of `learn_rounding` for every block, which needs batches of the same length.
 
     Returns:
         For every linear with 4-bit weights the KL divergence from the float model, nats per token,
-        that its rounding by GPTQ alone is estimated to cost on this text.
+        that its rounding alone is estimated to cost on this text.
     """
     model.eval()
     head, device = model.output, batches[0].device
@@ -98,22 +95,11 @@ def gptq(model: GPT, batches: Sequence[Tensor], steps: int = 0) -> dict[str, flo
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
         with on(device, block):
-            linears = int4_linears(block) if steps else []
-            if not linears:
-                hidden = by_halves(device, block, hidden, round_half)
-                continue
-            # The targets are the float block's outputs for the inputs that the rounded model has.
-            before = {linear: linear.weight.clone() for linear in linears}
-            with in_float(block):
-                targets = for_each(device, block, hidden)
-            by_halves(device, block, hidden, round_half)
-            texts = torch.cat(hidden)
-            learn_rounding(block, before, texts, torch.cat(targets), steps, device)
-            hidden = for_each(device, block, hidden)
+            hidden = by_halves(device, block, hidden, round_half)
     return costs
 
 
-def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
+def gptq_bytes(model: GPT, tokens: int) -> int:
     """Memory that `gptq` needs on the device of its batches, in bytes; see `lathe.train.room`.
 
     Args:
@@ -130,11 +116,7 @@ def gptq_bytes(model: GPT, tokens: int, steps: int) -> int:
     int4 = [int4_linears(block) for block in model.blocks]
     squares = [sum(n**2 for n in part_sizes(x.out_features)) for linears in int4 for x in linears]
     outputs = OUTPUTS * 4 * max(squares, default=0)
-    learned = LATENTS * max(sum(x.weight.nbytes for x in linears) for linears in int4)
-    rounding = max(hessians + outputs + rows, learned if steps else 0)
-    if steps:
-        tokens = max(tokens, STEP_TOKENS)
-    return pass_bytes(model, tokens, gradients=outputs > 0) + rounding
+    return pass_bytes(model, tokens, gradients=outputs > 0) + hessians + outputs + rows
 
 
 def _round_half(

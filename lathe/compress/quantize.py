@@ -117,11 +117,11 @@ def quantize(
         fake_quant.calibrate(trainable, batches)
         _warn_of_large_weights(trainable)
         if text_for_gptq:
-            needed = gptq_bytes(trainable, text_for_gptq[0].numel(), settings.learned_steps)
+            needed = gptq_bytes(trainable, text_for_gptq[0].numel())
             device, _ = device_with_room(recipe, workers.device, "GPTQ", {BY_BLOCK: needed})
             read = [part.to(device) for part in text_for_gptq]
-            # Rounding is learned, and other processes might learn it with other rounding errors.
-            workers.agree(lambda: gptq(trainable, read, settings.learned_steps))
+            # Other processes might have other rounding errors.
+            workers.agree(lambda: gptq(trainable, read))
             workers.share(trainable.parameters())
         n_int8 = sum(linear.weight.bits == 8 for linear in plan.linears.values())
         log.info(

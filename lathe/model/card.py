@@ -140,12 +140,12 @@ def history_steps(config: GPTConfig, meta: Mapping[str, Any]) -> Iterable[str]:
             f"and {shown_counts(config.n_inner)} FFN channels."
         )
     if config.quantization is not None:
-        earlier = {"rounding": "nearest", "learned_steps": 0}  # of checkpoints that do not say
-        settings = QuantizationSettings.model_validate(earlier | compress.get("Quantization", {}))
+        earlier = {"rounding": "nearest"}  # of checkpoints that do not say
+        given = earlier | compress.get("Quantization", {})
+        known = {key: x for key, x in given.items() if key in QuantizationSettings.model_fields}
+        settings = QuantizationSettings.model_validate(known)
         steps = recipe.get("Engine", {}).get("max_steps")
         how = "with GPTQ" if settings.uses_gptq(steps) else "to nearest"
-        if settings.uses_gptq(steps) and settings.learned_steps and settings.has_int4:
-            how += f", then learned in {settings.learned_steps} steps for every block"
         yield (
             f"Quantized: {len(config.quantization.linears)} of "
             f"{len(config.linear_names()) + 1} linears, first rounded {how}."

@@ -69,14 +69,12 @@ def calibrated(model: GPT, batches: list[Tensor]) -> Any:
     return fake_quant.calibrate(model, batches)
 
 
-def rounded(
-    options: tuple[str, ...], steps: int = 0
-) -> Callable[[GPT, list[Tensor]], dict[str, Tensor]]:
-    def run(model: GPT, batches: list[Tensor]) -> dict[str, Tensor]:
+def rounded(options: tuple[str, ...]) -> Callable[[GPT, list[Tensor]], Any]:
+    def run(model: GPT, batches: list[Tensor]) -> Any:
         fake_quant.insert(model, plan(model, options))
         fake_quant.calibrate(model, batches)
-        gptq(model, batches, steps)
-        return {name: x.detach() for name, x in model.named_parameters()}
+        costs = gptq(model, batches)
+        return costs, {name: x.detach() for name, x in model.named_parameters()}
 
     return run
 
@@ -133,7 +131,6 @@ PASSES: dict[str, Callable[[GPT, list[Tensor]], Any]] = {
     "calibration": calibrated,
     "gptq static": rounded(STATIC),
     "gptq int4": rounded(INT4),
-    "learned": rounded(INT4, 3),
     "smoothing": lambda model, x: find_factors(model, x, plan(model, INT4).linears),
     "massive": massive_tokens,
     "kl": metric("kl"),
@@ -163,7 +160,7 @@ def flat(found: Any) -> list[Any]:
         product(PASSES, (GPT2, LLAMA, GPT_NEOX)),
         [
             ("calibration", GPT2),
-            *((name, LLAMA) for name in PASSES if name not in ("gptq int4", "learned", "accuracy")),
+            *((name, LLAMA) for name in PASSES if name != "accuracy"),
         ],
     ),
 )
@@ -183,8 +180,8 @@ def test_on_a_gpu_a_pass_finds_the_same_with_the_memory_of_one_block(
     config = model.config
     per_layer = 4 * 3 * 2 * (config.n_head[0] + config.n_inner[0])  # scores, of three batches
     assert peaks[1] <= peaks[0] + 2 * per_layer
-    if "gptq" in name or name == "learned":
-        estimate = gptq_bytes(model, 50, 3 * (name == "learned"))
+    if "gptq" in name:
+        estimate = gptq_bytes(model, 50)
     else:
         estimate = pass_bytes(model, 50, name in ("costs", "slopes"))
         estimate += reconstruct_bytes(model) if "fitted" in name else 0

@@ -69,9 +69,7 @@ def test_gptq_reads_as_much_as_the_recipe_says(
     small_dense: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        "lathe.compress.quantize.gptq", lambda _, batches, steps: read.extend(batches)
-    )
+    monkeypatch.setattr("lathe.compress.quantize.gptq", lambda _, batches: read.extend(batches))
     counts = ("Compress.Quantization.gptq_batches=3", f"{GENERATED}=2")
     quantize(load_recipe("tiny", (*UNTRAINED, *counts)), small_dense, small_data, tmp_path / "q")
     assert [tokens.shape for tokens in read] == 5 * [(4, 32)]

@@ -364,10 +364,9 @@ def gptq_by_whole_blocks(model: GPT, batches: Sequence[Tensor]) -> None:
 def test_post_training_quantization_as_a_stage(
     small_dense: Path, small_data: Path, tmp_path: Path
 ) -> None:
-    """Without training, GPTQ is closer to the float model than rounding to nearest, alone and with
-    learned rounding."""
+    """Without training, GPTQ is closer to the float model than rounding to nearest."""
     losses = {}
-    for rounding, steps in (("nearest", 0), ("gptq", 0), ("gptq", 60)):
+    for rounding in ("nearest", "gptq"):
         recipe = load_recipe(
             "tiny",
             (
@@ -375,20 +374,17 @@ def test_post_training_quantization_as_a_stage(
                 "Engine.max_steps=0",
                 "Compress.Quantization.weight_bits=4",
                 f"Compress.Quantization.rounding={rounding}",
-                f"Compress.Quantization.learned_steps={steps}",
             ),
         )
-        folder = tmp_path / f"{rounding}-{steps}"
+        folder = tmp_path / rounding
         result = quantize(recipe, small_dense, small_data, folder)
         assert result.step == 0 and result.eval_loss == result.first_eval_loss
         again = quantize(recipe, small_dense, small_data, folder)
         assert again.eval_loss == result.eval_loss
         model = load_checkpoint(folder).model
-        losses[steps or rounding] = divergence(
-            load_checkpoint(small_dense).model, model, small_data
-        )
+        losses[rounding] = divergence(load_checkpoint(small_dense).model, model, small_data)
         assert not (folder / "state").exists()
-    assert max(losses["gptq"], losses[60]) < 0.8 * losses["nearest"]
+    assert losses["gptq"] < 0.8 * losses["nearest"]
 
 
 def divergence(dense: GPT, quantized: GPT, data: Path) -> float:

@@ -98,6 +98,5 @@ def test_estimates_of_7b(model_7b: GPT) -> None:
     int4 = LinearFormat(WeightFormat.grouped(64, 4))
     names = model_7b.config.linear_names()
     fake_quant.insert(model_7b, QuantizationPlan(dict.fromkeys(names, int4)))
-    needed = (gptq_bytes(model_7b, 8192, 0) + ROOM_FOR_KERNELS) / 1e9
+    needed = (gptq_bytes(model_7b, 8192) + ROOM_FOR_KERNELS) / 1e9
     assert needed == pytest.approx(26, abs=0.5)
-    assert gptq_bytes(model_7b, 8192, 60) >= gptq_bytes(model_7b, 8192, 0)

@@ -160,7 +160,7 @@ class TorchModel:
         weights = {name: linear_weight(self.model, name) for name in plan.linears}
         before = {name: weight.clone() for name, weight in weights.items()}
         with torch.no_grad(), fake_quant.inserted(self.model, plan):
-            needed = gptq_bytes(self.model, texts[0].numel(), 0)
+            needed = gptq_bytes(self.model, texts[0].numel())
             wanted = self.calibration[0].device
             device, _ = device_with_room(self._recipe, wanted, "GPTQ", {BY_BLOCK: needed})
             costs = gptq(self.model, [text.to(device) for text in texts])

@@ -139,10 +139,6 @@ class QuantizationSettings(Settings):
     gptq_batches: Positive = 16
     """Number of training micro-batches for GPTQ to read; with too few, it fits the weights to just
     those."""
-    learned_steps: NonNegative = 0
-    """Number of steps for every Transformer block, after GPTQ, in which the integers and scales of
-    its 4-bit weights are trained so that the block's output is close to the float one, such as 60;
-    0 leaves GPTQ's."""
     generated_batches: NonNegative = 8
     """Number of micro-batches that the model writes for GPTQ to read beside training text, which is
     often narrower than what a pretrained model will read."""
