@@ -65,8 +65,8 @@ class AnalyzedModel(Protocol):
         """The metric of every validation batch, with only these linears quantized."""
 
     def estimates(self) -> dict[Format, dict[str, float]]:
-        """Estimates from gradients of the KL added by quantizing each linear alone, nats per token,
-        by format and name."""
+        """Estimates of the KL added by quantizing each linear alone, nats per token, by format and
+        name."""
 
     def weights(self) -> dict[str, Distribution]:
         """Statistics of the weights, by the linear's name."""
