@@ -1,5 +1,6 @@
 """The analysis of weights that GPTQ rounds to 4 bits: what it says of them, and leaves behind."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.compress.sensitivity.rank import validation_batches
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
-from lathe.model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.gpt import GPT
 from lathe.train.batches import calibration_batches
 from lathe_base.artifacts.journal import Journal
@@ -27,43 +28,44 @@ INT4 = tuple(
 
 
 @pytest.fixture(scope="module")
-def loud(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Checkpoint:
-    """Large random weights, so that 4 bits cost something."""
+def loud(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """Large random weights, so that 4 bits cost something, and inputs worth smoothing."""
     model = GPT(small_config(n_head=(4, 3), n_inner=(96, 64)))
     model.initialize(0.3, seed=1)
+    model.get_parameter("h.0.ln_1.weight").data[:4] = 20
     folder = tmp_path_factory.mktemp("run") / "loud"
     save_checkpoint(folder, model, byte_tokenizer, "pretrain", Recipe())
-    return load_checkpoint(folder)
+    return folder
 
 
-def opened(checkpoint: Checkpoint, data: TokenDataset, recipe: Recipe, folder: Path) -> TorchModel:
+def opened(checkpoint: Path, data: TokenDataset, recipe: Recipe, folder: Path) -> TorchModel:
     journal = Journal(folder / "findings.jsonl", {})
-    return TorchModel(recipe, checkpoint, data, journal, named=True)
+    return TorchModel(recipe, load_checkpoint(checkpoint), data, journal, named=True)
 
 
-def test_it_measures_the_weights_of_gptq(
-    loud: Checkpoint, small_data: Path, tmp_path: Path
-) -> None:
+def test_it_measures_the_weights_of_gptq(loud: Path, small_data: Path, tmp_path: Path) -> None:
     recipe = load_recipe("tiny", (*SMALL, *INT4, "Engine.max_steps=0", "Sensitivity.metric=kl"))
     data = TokenDataset.open(small_data)
     analyzed = opened(loud, data, recipe, tmp_path)
-    names = [*analyzed.names]
+    names, rounded = [*analyzed.names], copy.deepcopy(analyzed.model)
     estimates = analyzed.estimates()
     in_float, together = analyzed.measure({}), analyzed.measure(dict.fromkeys(names, "int4"))
     alone = analyzed.measure({names[0]: "int4"})
 
-    rounded = fake_quant.without_quantization(load_checkpoint(loud.folder).model)
     validation = validation_batches(recipe, data)
     batches = [torch.from_numpy(validation[i]) for i in range(len(validation))]
-    metric = BatchMetric("kl", batches, fake_quant.without_quantization(loud.model))
+    given = fake_quant.without_quantization(load_checkpoint(loud).model)
+    metric = BatchMetric("kl", batches, given)
     before = {name: x.clone() for name, x in rounded.state_dict().items()}
     with fake_quant.inserted(rounded, analyzed.plans["int4"]), torch.no_grad():
         texts = [torch.from_numpy(x) for x in calibration_batches(recipe, data, 8)]
         costs = gptq(rounded, texts)
-        assert together == metric(rounded)
+        assert together == pytest.approx(metric(rounded), rel=1e-4)
     assert {name: estimates["int4"][name] for name in costs} == costs and len(costs) == 8
-    assert in_float == metric(fake_quant.without_quantization(loud.model))
     assert 0 < sum(alone) < sum(together)
+    # Smoothing has changed weights, as it does before they are quantized, but not the function.
+    assert max(in_float) == 0 and max(metric(analyzed.model)) < 1e-6 * sum(together)
+    assert not torch.equal(before["h.0.ln_1.weight"], given.state_dict()["h.0.ln_1.weight"])
     # GPTQ's weights are not those of rounding to nearest, and none of them are left behind.
     left = analyzed.model.state_dict()
     assert all(torch.equal(left[name], before[name]) for name in before)
@@ -71,7 +73,7 @@ def test_it_measures_the_weights_of_gptq(
 
 
 def test_before_training_weights_are_rounded_to_nearest(
-    loud: Checkpoint, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loud: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("lathe.compress.sensitivity.analyze.gptq")
     recipe = load_recipe("tiny", (*SMALL, *INT4, "Engine.max_steps=4", "Sensitivity.metric=kl"))

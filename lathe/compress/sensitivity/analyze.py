@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lathe.compress.activation import int8_candidates
+from lathe.compress.activation import int8_candidates, smoothing_factors
 from lathe.compress.gptq import gptq, gptq_bytes
-from lathe.compress.plan import formats, make_plan, quantizable
+from lathe.compress.plan import formats, make_plan, named_formats, quantizable
 from lathe.compress.sensitivity.measure import (
     BatchMetric,
     estimate_costs,
@@ -26,6 +26,7 @@ from lathe.compress.sensitivity.rank import (
     validation_batches,
 )
 from lathe.compress.sensitivity.result import Distribution, SensitivityResult
+from lathe.compress.smoothing import fold
 from lathe.data.tokens import TokenDataset
 from lathe.model import fake_quant
 from lathe.model.architecture import HEAD
@@ -83,6 +84,9 @@ class TorchModel:
         plan = checkpoint.model.config.quantization
         settings = recipe.Compress.Quantization
         self._uses_gptq = not plan and settings.uses_gptq(recipe.Engine.max_steps)
+        if self._uses_gptq and settings.has_int4:  # GPTQ will round smoothed weights
+            smoothed = named_formats(self.model.config, settings, None)
+            fold(self.model, smoothing_factors(recipe, self.model, self.calibration, smoothed))
         self.group_size: int = settings.group_size
         possible = quantizable(self.model.config, settings)
         self.forms: Sequence[Format]
