@@ -39,7 +39,7 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class OutputHessian:
-    """Of a linear, on the host, in float32.
+    """The second factor of GPTQ's objective for a linear, on the host, in float32.
 
     Attributes:
         parts: F of every part of the outputs, in their order: (n, n) each. The last one may be
@@ -52,7 +52,7 @@ class OutputHessian:
 
 
 def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLinear, OutputHessian]:
-    """Those of all linears with 4-bit weights.
+    """The second factor of GPTQ's objective for all linears with 4-bit weights.
 
     The model computes with its float weights, one block after the other; see `by_block.backward`.
 

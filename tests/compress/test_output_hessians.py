@@ -42,7 +42,7 @@ def quantized(family: Architecture, layers: int = 2, vocabulary: int = 50) -> GP
 
 
 def gradients(model: GPT, linear: FakeQuantLinear, tokens: Tensor) -> Tensor:
-    """Those of the log-likelihood of drawn tokens by the linear's outputs, (N, T, O), from the
+    """Gradients of the log-likelihood of drawn tokens by the linear's outputs, (N, T, O), from the
     Jacobian of the logits by what is added to the outputs of every token."""
 
     def logits(added: Tensor) -> Tensor:
