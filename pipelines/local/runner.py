@@ -75,7 +75,6 @@ def run(
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=root,
-        workspace_root=root,  # unused; KFP's default is a temporary folder that nobody deletes
         enable_caching=True,
         cache_root=cache_root,
     )
