@@ -111,8 +111,10 @@ class TorchModel:
         `quantize` will round them."""
         linears = {name: self.plans[fmt].linears[name] for name, fmt in formats.items()}
         plan = QuantizationPlan(linears, self.plan.position_embedding)
-        in_4_bits = [name for name, fmt in formats.items() if fmt == "int4"]
-        with self._rounded(in_4_bits), fake_quant.inserted(self.model, plan):
+        rounded = self._by_gptq[1] if "int4" in formats.values() else {}
+        in_4_bits = [name for name, fmt in formats.items() if fmt == "int4" and name in rounded]
+        weights = {name: linear_weight(self.model, name) for name in in_4_bits}
+        with _in_place(weights, rounded), fake_quant.inserted(self.model, plan):
             return self._measure(self.model)
 
     def estimates(self) -> dict[Format, dict[str, float]]:
@@ -162,27 +164,23 @@ class TorchModel:
         parts = calibration_batches(self._recipe, self._data, settings.gptq_batches)
         texts = [torch.from_numpy(part) for part in parts]
         weights = {name: linear_weight(self.model, name) for name in plan.linears}
-        before = {name: weight.clone() for name, weight in weights.items()}
-        with torch.no_grad(), fake_quant.inserted(self.model, plan):
+        rounded = {name: weight.data.clone() for name, weight in weights.items()}
+        with _in_place(weights, rounded), fake_quant.inserted(self.model, plan):
             needed = gptq_bytes(self.model, texts[0].numel())
             wanted = self.calibration[0].device
             device, _ = device_with_room(self._recipe, wanted, "GPTQ", {BY_BLOCK: needed})
             costs = gptq(self.model, [text.to(device) for text in texts])
-            rounded = {name: weight.clone() for name, weight in weights.items()}
-            for name, weight in weights.items():
-                weight.copy_(before[name])
         return costs, rounded
 
-    @contextmanager
-    def _rounded(self, names: Sequence[str]) -> Iterator[None]:
-        """Have weights as GPTQ rounds them for the duration of a `with` block."""
-        rounded = self._by_gptq[1] if names else {}
-        weights = {name: linear_weight(self.model, name) for name in names if name in rounded}
-        before = {name: weight.data for name, weight in weights.items()}
+
+@contextmanager
+def _in_place(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Have weights hold other values for the duration of a `with` block, which may change those."""
+    before = {name: weight.data for name, weight in weights.items()}
+    for name, weight in weights.items():
+        weight.data = values[name]
+    try:
+        yield
+    finally:
         for name, weight in weights.items():
-            weight.data = rounded[name]
-        try:
-            yield
-        finally:
-            for name, weight in weights.items():
-                weight.data = before[name]
+            weight.data = before[name]
