@@ -64,7 +64,7 @@ Outputs = Mapping[FakeQuantLinear, OutputHessian]
 
 
 @torch.no_grad()
-def gptq(model: GPT, batches: Sequence[Tensor]) -> dict[str, float]:
+def gptq(model: GPT, batches: Sequence[Tensor]) -> None:
     """Round the weights of a fake-quantized, calibrated model in place: the embedding first, then
     every linear, given the inputs from the rounded ones before it.
 
@@ -72,10 +72,6 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> dict[str, float]:
 
     Args:
         batches: tokens (B, T) each; together at least as many as a linear has inputs.
-
-    Returns:
-        For every linear with 4-bit weights the KL divergence from the float model, nats per token,
-        that its rounding alone is estimated to cost on this text.
     """
     model.eval()
     head, device = model.output, batches[0].device
@@ -89,14 +85,12 @@ def gptq(model: GPT, batches: Sequence[Tensor]) -> dict[str, float]:
     names = {module: name for name, module in model.named_modules()}
     has_int4 = any(int4_linears(block) for block in model.blocks)
     outputs = output_hessians(model, batches) if has_int4 else {}
-    costs: dict[str, float] = {}
-    round_half = partial(_round_half, names, outputs, device, costs)
+    round_half = partial(_round_half, names, outputs, device)
     hidden = embed(model, batches)
     for block in track(model.blocks, "gptq", len(model.blocks)):
         assert isinstance(block, Block)
         with on(device, block):
             hidden = by_halves(device, block, hidden, round_half)
-    return costs
 
 
 def gptq_bytes(model: GPT, tokens: int) -> int:
@@ -123,22 +117,15 @@ def _round_half(
     names: Mapping[nn.Module, str],
     outputs: Outputs,
     device: torch.device,
-    costs: dict[str, float],
     half: Half,
     hidden: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Round both linears of a half; returns the second one's inputs.
-
-    Args:
-        costs: to which those of 4-bit weights are added: see `gptq`.
-    """
+    """Round both linears of a half; returns the second one's inputs."""
     first, second = (getattr(half.part, name) for name in half.part.names)
 
     def round_linear(linear: FakeQuantLinear, inputs: Iterable[Tensor]) -> None:
-        name, found = names[linear], outputs.get(linear)
-        cost = _round_weight(name, linear, linear.observer, inputs, device, found)
-        if found is not None:
-            costs[name] = cost
+        of_outputs = outputs.get(linear)
+        _round_weight(names[linear], linear, linear.observer, inputs, device, of_outputs)
 
     if isinstance(first, FakeQuantLinear):
         inputs = (half.norm(x.to(device, non_blocking=True)) for x in hidden)
@@ -157,17 +144,13 @@ def _round_weight(
     inputs: Iterable[Tensor],
     device: torch.device,
     outputs: OutputHessian | None = None,
-) -> float:
-    """Round a weight on a device, in place, for its inputs (B, T, I), which its observer rounds.
-
-    Returns:
-        What that costs, in nats per token; 0 without `outputs`.
-    """
+) -> None:
+    """Round a weight on a device, in place, for its inputs (B, T, I), which its observer rounds."""
     here = (x.to(device, non_blocking=True) for x in inputs)
     rounded = (x if observer is None else observer(x) for x in here)
-    parts, before = [], module.weight
+    parts = []
     if outputs is not None:
-        parts, before = [part.to(device) for part in outputs.parts], module.weight.clone()
+        parts = [part.to(device) for part in outputs.parts]
         norms = (norm.to(device) for norm in outputs.norms)
         rounded = (x * norm.sqrt() for x, norm in zip(rounded, norms, strict=True))
     hessian = input_hessian(rounded)
@@ -175,22 +158,6 @@ def _round_weight(
         log.warning(
             "%s: the Hessian of its inputs is not positive definite; rounding to nearest", name
         )
-    return 0.0 if outputs is None else _cost(module.weight - before, hessian, parts, outputs.norms)
-
-
-def _cost(
-    errors: Tensor, hessian: Tensor, parts: Sequence[Tensor], norms: Sequence[Tensor]
-) -> float:
-    """What errors (O, I) of a weight cost, in nats per token: 1/2 tr(F E H E^T), normalized as if
-    gradients and inputs had independent directions, but not sizes: each factor has half of them."""
-    products, total = hessian.to(errors.dtype), 0.0
-    of_parts = torch.split(errors, [len(part) for part in parts])
-    for part, error in zip(parts, of_parts, strict=True):
-        total += float(((part @ error) * (error @ products)).sum())
-    counts = torch.cat([norm.flatten() for norm in norms]).double()
-    if not total:
-        return 0.0
-    return total / 2 * float(counts.square().mean() / counts.mean() ** 2) / len(counts) ** 2
 
 
 def input_hessian(inputs: Iterable[Tensor]) -> Tensor:

@@ -18,8 +18,9 @@ Adaptive Rounding" (YAQA, arXiv:2505.22988).
 Shapes: B batch, T tokens, C hidden size, V vocabulary, O outputs of a linear.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -64,23 +65,69 @@ def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLine
         x: OutputHessian([torch.zeros(n, n) for n in part_sizes(x.out_features)], [])
         for x in linears
     }
+
+    def add(linear: FakeQuantLinear, _: Tensor, gradient: Tensor) -> None:
+        parts, norms = found[linear].parts, found[linear].norms
+        norm = gradient.norm(dim=-1, keepdim=True)
+        norms.append(norm.float().cpu())
+        # Of which the products are g g^T / |g|; a token without a gradient has none.
+        roots = (gradient * norm.clamp(min=TINY).rsqrt()).flatten(0, -2)
+        rows = torch.split(roots, [len(part) for part in parts], 1)
+        for part, g in zip(parts, rows, strict=True):
+            part.copy_(torch.addmm(part.to(g.device), g.T, g))
+
+    _see_gradients(model, batches, linears, "output hessians", add)
+    return found
+
+
+def rounding_costs(
+    model: GPT, rounded: Mapping[str, Tensor], batches: Sequence[Tensor]
+) -> dict[str, float]:
+    """The KL divergence from the float model that rounding each linear with 4-bit weights would
+    cost by itself, estimated in nats per token, by its name.
+
+    It is the mean of 1/2 (g E x)^2, with the error E (O, I) of the weight, over all tokens.
+
+    Args:
+        model, batches: see `output_hessians`.
+        rounded: the weights (O, I) after rounding, by the linears' names.
+    """
+    linears = [linear for block in model.blocks for linear in int4_linears(block)]
+    names = {module: name for name, module in model.named_modules()}
+    costs = {names[linear]: 0.0 for linear in linears}
+    count = sum(tokens.numel() for tokens in batches)
+
+    def add(linear: FakeQuantLinear, inputs: Tensor, gradient: Tensor) -> None:
+        name = names[linear]
+        error = rounded[name].to(inputs.device) - linear.weight.detach()
+        products = ((inputs @ error.T) * gradient).sum(-1)
+        costs[name] += float(products.square().sum()) / 2 / count
+
+    _see_gradients(model, batches, linears, "costs of rounding", add)
+    return costs
+
+
+def _see_gradients(
+    model: GPT,
+    batches: Sequence[Tensor],
+    linears: Sequence[FakeQuantLinear],
+    title: str,
+    see: Callable[[FakeQuantLinear, Tensor, Tensor], None],
+) -> None:
+    """Call `see` with every linear, its inputs (B, T, I), and the gradients (B, T, O) of the
+    log-likelihood of tokens that are drawn from the float model's predictions by its outputs, for
+    every batch.
+
+    Args:
+        title: that of the progress bar.
+    """
     draw = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every device
 
-    def watch(linear: nn.Module, _: object, outputs: Tensor) -> None:
+    def watch(linear: nn.Module, inputs: tuple[Tensor], outputs: Tensor) -> None:
         assert isinstance(linear, FakeQuantLinear)
-        parts, norms = found[linear].parts, found[linear].norms
-
-        def add(gradient: Tensor) -> None:
-            norm = gradient.norm(dim=-1, keepdim=True)
-            norms.append(norm.float().cpu())
-            # Of which the products are g g^T / |g|; a token without a gradient has none.
-            roots = (gradient * norm.clamp(min=TINY).rsqrt()).flatten(0, -2)
-            rows = torch.split(roots, [len(part) for part in parts], 1)
-            for part, g in zip(parts, rows, strict=True):
-                part.copy_(torch.addmm(part.to(g.device), g.T, g))
-
         if outputs.requires_grad:
-            outputs.register_hook(add)  # type: ignore[no-untyped-call]
+            (x,) = inputs
+            outputs.register_hook(partial(see, linear, x.detach()))  # type: ignore[no-untyped-call]
 
     def loss(hidden: Tensor) -> Tensor:
         final = hidden if model.head_input is None else model.head_input(hidden)
@@ -93,14 +140,13 @@ def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLine
     hooks = [linear.register_forward_hook(watch) for linear in linears]
     try:
         with torch.enable_grad(), in_float(model):
-            for tokens in track(batches, "output hessians", len(batches)):
+            for tokens in track(batches, title, len(batches)):
                 backward(model, tokens, loss)
     finally:
         for hook in hooks:
             hook.remove()
         for parameter in trained:
             parameter.requires_grad_()
-    return found
 
 
 def part_sizes(outputs: int) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lathe.compress.gptq import gptq
-from lathe.compress.output_hessians import output_hessians, part_sizes
+from lathe.compress.output_hessians import output_hessians, part_sizes, rounding_costs
 from lathe.compress.plan import make_plan
 from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.data.tokens import TokenDataset
@@ -73,6 +73,30 @@ def test_they_are_those_of_drawn_tokens(family: Architecture) -> None:
             assert (part - expected).norm() < 0.06 * expected.norm()
             counts = torch.cat(found[linear].norms)[..., 0].mean(0)
             torch.testing.assert_close(counts, norms.mean(0), rtol=0.06, atol=0)
+
+
+@FAMILIES
+def test_costs_of_rounding_are_those_of_drawn_tokens(family: Architecture) -> None:
+    model = quantized(family)
+    tokens = torch.randint(50, (5,), generator=torch.Generator().manual_seed(2))
+    draw, rounded = torch.Generator().manual_seed(5), {}
+    for name, module in model.named_modules():
+        if isinstance(module, FakeQuantLinear):
+            error = 0.01 * torch.randn(module.weight.shape, generator=draw)
+            rounded[name] = module.weight.detach() + error
+    found = rounding_costs(model, rounded, [tokens.expand(2000, 5)] * 2)
+    assert found.keys() == rounded.keys()
+    with fake_quant.in_float(model):
+        for name, weight in rounded.items():
+            inputs: list[Tensor] = []
+            linear = model.get_submodule(name)
+            assert isinstance(linear, FakeQuantLinear)
+            with linear.register_forward_pre_hook(lambda _, x, seen=inputs: seen.append(x[0])):
+                model(tokens[None])
+            changes = inputs[0][0] @ (weight - linear.weight).T
+            g = gradients(model, linear, tokens)
+            expected = float((g * changes).detach().sum(-1).square().mean() / 2)
+            assert found[name] == pytest.approx(expected, rel=0.1)
 
 
 def test_a_token_without_a_gradient_does_not_count() -> None:

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer
 
 from lathe.compress.gptq import gptq
+from lathe.compress.output_hessians import rounding_costs
 from lathe.compress.sensitivity.analyze import TorchModel
 from lathe.compress.sensitivity.measure import BatchMetric
 from lathe.compress.sensitivity.rank import validation_batches
@@ -59,9 +60,14 @@ def test_it_measures_the_weights_of_gptq(loud: Path, small_data: Path, tmp_path:
     before = {name: x.clone() for name, x in rounded.state_dict().items()}
     with fake_quant.inserted(rounded, analyzed.plans["int4"]), torch.no_grad():
         texts = [torch.from_numpy(x) for x in calibration_batches(recipe, data, 8)]
-        costs = gptq(rounded, texts)
+        gptq(rounded, texts)
         assert together == pytest.approx(metric(rounded), rel=1e-4)
-    assert {name: estimates["int4"][name] for name in costs} == costs and len(costs) == 8
+        weights = {name: rounded.state_dict()[f"{name}.weight"].clone() for name in names}
+        rounded.load_state_dict(before, strict=False)
+        costs = rounding_costs(rounded, weights, texts)
+    assert costs.keys() == set(names) and len(costs) == 8
+    for name, cost in costs.items():
+        assert estimates["int4"][name] == pytest.approx(cost, rel=1e-4)
     assert 0 < sum(alone) < sum(together)
     # Smoothing has changed weights, as it does before they are quantized, but not the function.
     assert max(in_float) == 0 and max(metric(analyzed.model)) < 1e-6 * sum(together)
@@ -69,7 +75,7 @@ def test_it_measures_the_weights_of_gptq(loud: Path, small_data: Path, tmp_path:
     # GPTQ's weights are not those of rounding to nearest, and none of them are left behind.
     left = analyzed.model.state_dict()
     assert all(torch.equal(left[name], before[name]) for name in before)
-    assert not torch.equal(rounded.state_dict()[f"{names[0]}.weight"], before[f"{names[0]}.weight"])
+    assert not any(torch.equal(x, before[f"{name}.weight"]) for name, x in weights.items())
 
 
 def test_before_training_weights_are_rounded_to_nearest(

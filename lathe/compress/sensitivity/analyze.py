@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lathe.compress.activation import int8_candidates, smoothing_factors
 from lathe.compress.gptq import gptq, gptq_bytes
+from lathe.compress.output_hessians import rounding_costs
 from lathe.compress.plan import formats, make_plan, named_formats, quantizable
 from lathe.compress.sensitivity.measure import (
     BatchMetric,
@@ -118,8 +119,8 @@ class TorchModel:
             return self._measure(self.model)
 
     def estimates(self) -> dict[Format, dict[str, float]]:
-        """KL in nats per token, by format and name: estimated by GPTQ for the weights that it will
-        round to 4 bits, and from gradients for the others."""
+        """KL estimated from gradients, nats per token, by format and name; in 4 bits for the
+        weights that GPTQ will make."""
         found = estimate_costs(self.model, self.plans, self.names, self.calibration)
         if "int4" in found:
             found["int4"] |= self._by_gptq[0]
@@ -169,7 +170,10 @@ class TorchModel:
             needed = gptq_bytes(self.model, texts[0].numel())
             wanted = self.calibration[0].device
             device, _ = device_with_room(self._recipe, wanted, "GPTQ", {BY_BLOCK: needed})
-            costs = gptq(self.model, [text.to(device) for text in texts])
+            texts = [text.to(device) for text in texts]
+            gptq(self.model, texts)
+        with fake_quant.inserted(self.model, plan):
+            costs = rounding_costs(self.model, rounded, texts)
         return costs, rounded
 
 
