@@ -163,7 +163,8 @@ def smoothing_factors(
         return {}
     fmt = int8[0] if _static_scales_reason(recipe) else int8[-1]
     plan = make_plan(model.config, settings, {**formats, **trial.all_in(fmt)})
-    factors = find_factors(model, [trial.sample], plan.linears)
+    for_gptq = settings.uses_gptq(recipe.Engine.max_steps)
+    factors = find_factors(model, [trial.sample], plan.linears, for_gptq)
     log.info("smoothed the inputs of %d linears", len(factors))
     return factors
 

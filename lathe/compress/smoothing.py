@@ -11,7 +11,8 @@ matrices, because GELU is between them.
 Sources: Xiao et al. 2023, "SmoothQuant" (arXiv:2211.10438), equation 4, where factors come from the
 largest value of a channel and of its weights; Lin et al. 2024, "AWQ" (arXiv:2306.00978), equation
 4, where they are a power of a channel's mean magnitude. Every linear gets the factors with the
-smallest error of its output.
+smallest error of its output when it is rounded to nearest; for GPTQ in 4 bits, SmoothQuant's from
+mean magnitudes.
 
 Shapes: T tokens of all batches, I inputs of a linear, O its outputs.
 """
@@ -37,6 +38,10 @@ MAX_STATIC_STRENGTH = 0.65
 the calibration text, and whatever exceeds it in other text is clipped."""
 MEAN_STRENGTHS = (0.2, 0.3, 0.4, 0.5, 0.6)
 """Candidate strengths for AWQ's factors, from a channel's mean magnitude."""
+GPTQ_STRENGTH = 0.2
+"""Strength of SmoothQuant's factors, from mean magnitudes, for weights that GPTQ rounds to 4 bits.
+GPTQ makes up for the errors of columns with large inputs itself, but not for a column that is
+larger than the others of its group and decides their scale."""
 TOKENS = 512
 """Maximum number of tokens on which strengths are compared."""
 MAX_FACTOR = 1e3
@@ -120,7 +125,7 @@ def _foldable_linear(path: str, half: Half, second: bool) -> FoldableLinear | No
 
 @torch.no_grad()
 def find_factors(
-    model: GPT, batches: Sequence[Tensor], formats: Mapping[str, LinearFormat]
+    model: GPT, batches: Sequence[Tensor], formats: Mapping[str, LinearFormat], for_gptq: bool
 ) -> Factors:
     """Find the smoothing factors of linears; those that do not benefit are omitted.
 
@@ -128,6 +133,7 @@ def find_factors(
         model: in float; unchanged.
         batches: tokens (B, T) each.
         formats: those of the linears that will be quantized, by path.
+        for_gptq: whether GPTQ will round the weights.
     """
     model.eval()
     factors: dict[str, Tensor] = {}
@@ -145,7 +151,11 @@ def find_factors(
                     continue
                 # The float model's inputs: factors of one linear do not depend on others'.
                 rows = torch.cat([x.flatten(0, 1) for x in inputs]).to(device)
-                best = _best_factors(normalized, rows, formats[normalized.name])
+                fmt = formats[normalized.name]
+                if for_gptq and fmt.weight.bits == 4 and fmt.activation != "int8":
+                    best = _gptq_factors(normalized, rows)
+                else:
+                    best = _best_factors(normalized, rows, fmt)
                 if best is not None:
                     factors[normalized.name] = best.cpu()
             return inner
@@ -180,6 +190,14 @@ def _halves(path: str, block: Block) -> list[FoldableLinears]:
         )
         for name, half in zip(block.names, block.halves, strict=True)
     ]
+
+
+def _gptq_factors(normalized: FoldableLinear, inputs: Tensor) -> Tensor | None:
+    """See `GPTQ_STRENGTH`; None if there is nothing to balance."""
+    x, w = normalized.mean(inputs), normalized.mean(normalized.linear.weight)
+    used = (x > 0) & (w > 0)
+    factors = (x**GPTQ_STRENGTH / w ** (1 - GPTQ_STRENGTH)).clamp(1 / MAX_FACTOR, MAX_FACTOR)
+    return torch.where(used, factors, torch.ones_like(x)) if used.any() else None
 
 
 def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat) -> Tensor | None:

@@ -301,7 +301,7 @@ def test_smoothing_and_gptq_leave_what_every_family_computes(other: GPT) -> None
     plain = copy.deepcopy(other)
     settings = QuantizationSettings(weight_bits=4)
     plan = make_plan(other.config, settings)
-    factors = find_factors(other, [TOKENS], plan.linears)
+    factors = find_factors(other, [TOKENS], plan.linears, True)
     fold(other, factors)
     with torch.no_grad():
         expected = plain(TOKENS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from lathe.compress import smoothing
 from lathe.compress.activation import smoothing_factors
@@ -57,7 +58,7 @@ def test_the_function_stays(family: str, tmp_path: Path, byte_tokenizer: Tokeniz
                 parameter.mul_(torch.logspace(-1, 1, len(parameter)))
         before = model(TOKENS)
     plan = make_plan(model.config, QuantizationSettings(weight_bits=4))
-    factors = find_factors(model, [TOKENS], plan.linears)
+    factors = find_factors(model, [TOKENS], plan.linears, False)
     kinds = {name.rpartition(".")[2] for name in factors}
     assert len(kinds) >= (2 if family == "gpt2" else 3)
     weights = copy.deepcopy(model.state_dict())
@@ -95,7 +96,7 @@ def test_smoothing_reduces_the_rounding_error(
                 )
     plan = make_plan(model.config, QuantizationSettings(**settings))  # type: ignore[arg-type]
     smoothed = copy.deepcopy(model)
-    fold(smoothed, find_factors(model, [TOKENS], plan.linears))
+    fold(smoothed, find_factors(model, [TOKENS], plan.linears, False))
     costs = []
     for one in (model, smoothed):
         quantized = copy.deepcopy(one)
@@ -134,12 +135,31 @@ def test_static_scales_leave_room_for_other_text(
     monkeypatch.setattr(smoothing, "MEAN_STRENGTHS", ())
     monkeypatch.setattr(smoothing, "GAIN", float("inf"))
     model = llama(tmp_path, byte_tokenizer)
-    name = model.config.linear_names()[0]
-    linear, read = model.get_submodule(name), []
-    with linear.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0])):
-        model(TOKENS)
-    x, w = (v.detach().abs().flatten(0, -2).amax(0) for v in (read[0], linear.weight))
+    name, inputs, weight = first_linear(model)
+    x, w = (v.abs().amax(0) for v in (inputs, weight))
     settings = QuantizationSettings(activation_quantize_type="moving_average_abs_max")
     plan = make_plan(model.config, settings)
-    factors = find_factors(model, [TOKENS], plan.linears)[name].flatten()
+    factors = find_factors(model, [TOKENS], plan.linears, False)[name].flatten()
     torch.testing.assert_close(factors, x**0.65 / w**0.35)
+
+
+def test_mean_magnitudes_are_balanced_for_gptq(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    model = llama(tmp_path, byte_tokenizer)
+    name, inputs, weight = first_linear(model)
+    weight[:, 3] = 0  # nothing to balance
+    x, w = (v.abs().mean(0) for v in (inputs, weight))
+    plan = make_plan(model.config, QuantizationSettings(weight_bits=4, group_size=32))
+    factors = find_factors(model, [TOKENS], plan.linears, True)[name].flatten()
+    expected = x**0.2 / w**0.8
+    expected[3] = 1
+    torch.testing.assert_close(factors, expected)
+
+
+def first_linear(model: GPT) -> tuple[str, Tensor, Tensor]:
+    """Its name, inputs for `TOKENS` (T, I), and weight (O, I)."""
+    name, read = model.config.linear_names()[0], []
+    linear = model.get_submodule(name)
+    with linear.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0])):
+        model(TOKENS)
+    assert isinstance(linear, nn.Linear)
+    return name, read[0].detach().flatten(0, -2), linear.weight.data
