@@ -66,7 +66,7 @@ def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLine
         for x in linears
     }
 
-    def add(linear: FakeQuantLinear, _: Tensor, gradient: Tensor) -> None:
+    def add(linear: FakeQuantLinear, gradient: Tensor) -> None:
         parts, norms = found[linear].parts, found[linear].norms
         norm = gradient.norm(dim=-1, keepdim=True)
         norms.append(norm.float().cpu())
@@ -76,7 +76,7 @@ def output_hessians(model: GPT, batches: Sequence[Tensor]) -> dict[FakeQuantLine
         for part, g in zip(parts, rows, strict=True):
             part.copy_(torch.addmm(part.to(g.device), g.T, g))
 
-    _see_gradients(model, batches, linears, "output hessians", add)
+    _show_gradients(model, batches, linears, "output hessians", lambda x, _: partial(add, x))
     return found
 
 
@@ -103,23 +103,24 @@ def rounding_costs(
         products = ((inputs @ error.T) * gradient).sum(-1)
         costs[name] += float(products.square().sum()) / 2 / count
 
-    _see_gradients(model, batches, linears, "costs of rounding", add)
+    _show_gradients(model, batches, linears, "costs of rounding", lambda *x: partial(add, *x))
     return costs
 
 
-def _see_gradients(
+def _show_gradients(
     model: GPT,
     batches: Sequence[Tensor],
     linears: Sequence[FakeQuantLinear],
     title: str,
-    see: Callable[[FakeQuantLinear, Tensor, Tensor], None],
+    hook_for: Callable[[FakeQuantLinear, Tensor], Callable[[Tensor], None]],
 ) -> None:
-    """Call `see` with every linear, its inputs (B, T, I), and the gradients (B, T, O) of the
-    log-likelihood of tokens that are drawn from the float model's predictions by its outputs, for
-    every batch.
+    """Show the gradients (B, T, O) by every linear's outputs, for every batch, of the
+    log-likelihood of tokens that are drawn from the float model's predictions.
 
     Args:
         title: that of the progress bar.
+        hook_for: given a linear and its inputs (B, T, I), returns what is called with the
+            gradients; inputs that it does not keep need no memory until then.
     """
     draw = torch.Generator().manual_seed(0)  # on the CPU: the same numbers on every device
 
@@ -127,7 +128,7 @@ def _see_gradients(
         assert isinstance(linear, FakeQuantLinear)
         if outputs.requires_grad:
             (x,) = inputs
-            outputs.register_hook(partial(see, linear, x.detach()))  # type: ignore[no-untyped-call]
+            outputs.register_hook(hook_for(linear, x.detach()))  # type: ignore[no-untyped-call]
 
     def loss(hidden: Tensor) -> Tensor:
         final = hidden if model.head_input is None else model.head_input(hidden)

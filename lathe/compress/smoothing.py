@@ -196,8 +196,12 @@ def _gptq_factors(normalized: FoldableLinear, inputs: Tensor) -> Tensor | None:
     """See `GPTQ_STRENGTH`; None if there is nothing to balance."""
     x, w = normalized.mean(inputs), normalized.mean(normalized.linear.weight)
     used = (x > 0) & (w > 0)
-    factors = (x**GPTQ_STRENGTH / w ** (1 - GPTQ_STRENGTH)).clamp(1 / MAX_FACTOR, MAX_FACTOR)
-    return torch.where(used, factors, torch.ones_like(x)) if used.any() else None
+    return _limited(x**GPTQ_STRENGTH / w ** (1 - GPTQ_STRENGTH), used) if used.any() else None
+
+
+def _limited(factors: Tensor, used: Tensor) -> Tensor:
+    """Factors within `MAX_FACTOR`; 1 for channels that are not used."""
+    return torch.where(used, factors.clamp(1 / MAX_FACTOR, MAX_FACTOR), torch.ones_like(factors))
 
 
 def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat) -> Tensor | None:
@@ -224,8 +228,7 @@ def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat)
     candidates = [x**a / w ** (1 - a) for a in strengths]  # SmoothQuant's, then AWQ's
     mean = normalized.mean(inputs)
     candidates += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
-    limited = [factors.clamp(1 / MAX_FACTOR, MAX_FACTOR) for factors in candidates]
-    options = [torch.where(used, factors, torch.ones_like(x)) for factors in limited]
+    options = [_limited(factors, used) for factors in candidates]
     errors = [error(factors) for factors in options]
     best = min(range(len(options)), key=errors.__getitem__)
     return options[best] if errors[best] < GAIN * error(torch.ones_like(x)) else None
