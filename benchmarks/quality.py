@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="checkpoint of a Llama with tied embeddings")
     parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
     parser.add_argument("--wikitext", type=Path, help="another, of WikiText, for the same rows")
-    parser.add_argument("--wikipedia", type=Path, help="a third, of WikiText and Wikipedia")
+    parser.add_argument("--blend", type=Path, help="a third, of both and Wikipedia")
     parser.add_argument("--steps", type=int, default=100, help="of trained rows, 2,048 tokens each")
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--text", type=Path, required=True)
@@ -384,7 +384,7 @@ def main() -> None:
 
     nearest = "rounding=nearest", "smoothing=False"
     groups = "blocks, INT4 in groups of"
-    int4 = "weight_bits=4", "group_size=32"
+    int4 = "weight_bits=4", *zeros, "group_size=32"
     int8 = "activation_quantize_type=moving_average_abs_max"
     made: dict[str, Callable[[Path], Path]] = {
         "reference": lambda _: reference,
@@ -400,7 +400,7 @@ def main() -> None:
     for text_name, data in (
         ("novels", given.data),
         ("WikiText", given.wikitext),
-        ("Wikipedia", given.wikipedia),
+        ("blend", given.blend),
     ):
         if not data:
             continue
@@ -412,10 +412,10 @@ def main() -> None:
             f"{groups} 32, zero points, {given.steps} steps": trained(data),
             "INT8 static": ours(int8, data=data),
             "INT8 static, rotated": ours(int8, rotates=True, data=data),
-            "INT4 in groups of 32, embedding in INT8": ours(
+            "INT4 in groups of 32, zero points, tables in INT8": ours(
                 *int4, "head_format=dynamic_int8", data=data
             ),
-            "INT4 in groups of 32": ours(*int4, data=data),
+            "INT4 in groups of 32, zero points": ours(*int4, data=data),
             "llama.cpp Q4_0, importance": theirs("Q4_0", data, blocks=False),
         }
         for group_size in (32, 64, 128):
