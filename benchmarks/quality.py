@@ -6,9 +6,10 @@ r"""Formats of a pretrained Llama on weights that lie on no grid, beside llama.c
         --output run/data
     lathe prepare -r smollm2 --source wiki.valid.jsonl --tokenizer run/smollm2/tokenizer.json \
         --output run/wikitext
+    lathe blend run/data=0.5 run/wikipedia=0.5 --output run/blend  # Wikipedia: see the README
     pip install llama-cpp-python  # not a dependency of Lathe
     python benchmarks/quality.py run/smollm2 --data run/data --wikitext run/wikitext \
-        --output run/quality --text wiki.test.raw --cloze lambada_test.jsonl
+        --blend run/blend --output run/quality --text wiki.test.raw --cloze lambada_test.jsonl
 
 The weights of the file are 4-bit integers, which a 4-bit format with the same groups reproduces
 without a loss: whoever measures on them measures the file. So the reference is the same function
@@ -17,10 +18,10 @@ rotated by a small random rotation exp(strength * A), with the output layer unti
 measures the file's own weights.
 
 Rows named `blocks` quantize the linears of the blocks only, as the literature does. Rows that
-depend on calibration text end in its name: novels, or WikiText's validation set, which is the one
-kind of text that they are then measured on; the others read novels, if any. llama.cpp's rows are
-quantized by its library, with an importance matrix where they say so, and read back. KL is in nats
-per token, from the reference. Finished rows are reused.
+depend on calibration text end in its name: novels, WikiText's validation set, which is the one
+kind of text that they are then measured on, or a blend; the others read novels, if any.
+llama.cpp's rows are quantized by its library, with an importance matrix where they say so, and
+read back. KL is in nats per token, from the reference. Finished rows are reused.
 
 `--peers autoround=PYTHON llmcompressor-awq-gptq=PYTHON ...` adds rows of other projects, each run
 by the Python of an environment that has it (`quality_peers.py`), on the text that GPTQ reads.
@@ -309,7 +310,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="checkpoint of a Llama with tied embeddings")
     parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
     parser.add_argument("--wikitext", type=Path, help="another, of WikiText, for the same rows")
-    parser.add_argument("--blend", type=Path, help="a third, of both and Wikipedia")
+    parser.add_argument("--blend", type=Path, help="a third, of both kinds")
     parser.add_argument("--steps", type=int, default=100, help="of trained rows, 2,048 tokens each")
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--text", type=Path, required=True)

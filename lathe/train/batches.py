@@ -97,6 +97,8 @@ class TrainBatches:
 
     Args:
         packs: whether conversations share samples; default: with `Data.reset_attention`.
+        steps: number of steps to draw samples for, if more than `Engine.max_steps`; then they
+            repeat.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class TrainBatches:
         batch: Batch,
         rank: int,
         packs: bool | None = None,
+        steps: int = 1,
     ) -> None:
         settings = recipe.Data.Train.dataset
         self.batch, self.rank = batch, rank
@@ -114,7 +117,7 @@ class TrainBatches:
             Share(weight, part, range(split_sequences(settings.split, part.arrays)[1]))
             for weight, part in data.parts
         ]
-        count = max(1, recipe.Engine.max_steps) * batch.total
+        count = max(steps, recipe.Engine.max_steps) * batch.total
         packs = recipe.Data.reset_attention if packs is None else packs
         self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed, packs)
         self.has_masks = any(part.has_mask for _, part in data.parts)
@@ -317,7 +320,7 @@ def first_batches(recipe: Recipe, data: TokenDataset, count: int) -> Iterator[ND
     packed, because statistics of samples that are mostly padding would be those of the padding."""
     micro = recipe.Global.micro_batch_size
     batch = Batch(micro, micro, micro, 1)
-    with closing(TrainBatches(recipe, data, batch, rank=0, packs=True)) as batches:
+    with closing(TrainBatches(recipe, data, batch, rank=0, packs=True, steps=count)) as batches:
         for step in range(count):
             yield batches(step, 0)
 

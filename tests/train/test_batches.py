@@ -14,7 +14,14 @@ from lathe.data.megatron import MegatronWriter
 from lathe.data.samples import Samples, blending_indices
 from lathe.data.tokenizer import load_tokenizer
 from lathe.data.tokens import TokenDataset, TokenSequences
-from lathe.train.batches import Batch, EvalBatches, TrainBatches, calibration_batches, open_data
+from lathe.train.batches import (
+    Batch,
+    EvalBatches,
+    TrainBatches,
+    calibration_batches,
+    first_batches,
+    open_data,
+)
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
 from lathe_base.errors import Code
@@ -117,6 +124,17 @@ def test_any_order_of_steps_gives_the_same(folders: dict[str, Path], order: list
         fresh = train(folders["blend"], batch)
         for i in (1, 0, 1):
             assert np.array_equal(asked(step, i), fresh(step, i))
+
+
+@pytest.mark.parametrize("name", ["novels", "blend"])
+def test_calibration_reads_other_rows_in_every_batch(folders: dict[str, Path], name: str) -> None:
+    """Also for more batches than there are training steps."""
+    untrained = recipe("Engine.max_steps=0")
+    data = TokenDataset.open(folders[name])
+    rows = np.concatenate([*first_batches(untrained, data, 6)])
+    assert len({row.tobytes() for row in rows}) > 0.9 * len(rows)
+    if name == "blend":
+        assert np.mean(rows[:, 0] >= 100) == pytest.approx(1 / 4, abs=0.05)  # code
 
 
 def test_the_tokens_seen_of_each_part_are_counted(
