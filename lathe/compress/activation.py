@@ -164,7 +164,9 @@ def smoothing_factors(
     fmt = int8[0] if _static_scales_reason(recipe) else int8[-1]
     plan = make_plan(model.config, settings, {**formats, **trial.all_in(fmt)})
     for_gptq = settings.uses_gptq(recipe.Engine.max_steps)
-    factors = find_factors(model, [trial.sample], plan.linears, for_gptq)
+    # The largest values, which decide static scales, are those of all text.
+    read = batches if fmt == "static_int8" else [trial.sample]
+    factors = find_factors(model, read, plan.linears, for_gptq)
     log.info("smoothed the inputs of %d linears", len(factors))
     return factors
 

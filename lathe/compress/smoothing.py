@@ -131,12 +131,13 @@ def find_factors(
 
     Args:
         model: in float; unchanged.
-        batches: tokens (B, T) each.
+        batches: tokens (B, T), of the same shape each.
         formats: those of the linears that will be quantized, by path.
         for_gptq: whether GPTQ will round the weights.
     """
     model.eval()
     factors: dict[str, Tensor] = {}
+    n_tokens = sum(tokens.numel() for tokens in batches)
     device, hidden = batches[0].device, embed(model, batches)
     for path, block in track(_blocks(model), "smoothing", model.config.n_layer):
         foldable = iter(_halves(path, block))
@@ -150,12 +151,18 @@ def find_factors(
                 if normalized is None or normalized.name not in formats:
                     continue
                 # The float model's inputs: factors of one linear do not depend on others'.
-                rows = torch.cat([x.flatten(0, 1) for x in inputs]).to(device)
+                step, rows = (
+                    max(1, n_tokens // TOKENS),
+                    (x.to(device).flatten(0, 1) for x in inputs),
+                )
+                parts = [(normalized.largest(x), normalized.mean(x), x[::step]) for x in rows]
+                largest, means, samples = (list(part) for part in zip(*parts, strict=True))
+                largest_x, mean_x = torch.stack(largest).amax(0), torch.stack(means).mean(0)
                 fmt = formats[normalized.name]
                 if for_gptq and fmt.weight.bits == 4 and fmt.activation != "int8":
-                    best = _gptq_factors(normalized, rows)
+                    best = _gptq_factors(normalized, mean_x)
                 else:
-                    best = _best_factors(normalized, rows, fmt)
+                    best = _best_factors(normalized, largest_x, mean_x, torch.cat(samples), fmt)
                 if best is not None:
                     factors[normalized.name] = best.cpu()
             return inner
@@ -192,9 +199,10 @@ def _halves(path: str, block: Block) -> list[FoldableLinears]:
     ]
 
 
-def _gptq_factors(normalized: FoldableLinear, inputs: Tensor) -> Tensor | None:
-    """See `GPTQ_STRENGTH`; None if there is nothing to balance."""
-    x, w = normalized.mean(inputs), normalized.mean(normalized.linear.weight)
+def _gptq_factors(normalized: FoldableLinear, x: Tensor) -> Tensor | None:
+    """See `GPTQ_STRENGTH`, for mean magnitudes `x` of inputs; None if there is nothing to
+    balance."""
+    w = normalized.mean(normalized.linear.weight)
     used = (x > 0) & (w > 0)
     return _limited(x**GPTQ_STRENGTH / w ** (1 - GPTQ_STRENGTH), used) if used.any() else None
 
@@ -204,11 +212,17 @@ def _limited(factors: Tensor, used: Tensor) -> Tensor:
     return torch.where(used, factors.clamp(1 / MAX_FACTOR, MAX_FACTOR), torch.ones_like(factors))
 
 
-def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat) -> Tensor | None:
-    """The factors whose strength minimizes the error of the output, if they help."""
-    weight, sample = normalized.linear.weight, inputs[:: max(1, len(inputs) // TOKENS)]
-    expected = sample @ weight.T
-    x, w = normalized.largest(inputs), normalized.largest(weight)
+def _best_factors(
+    normalized: FoldableLinear, x: Tensor, mean: Tensor, sample: Tensor, fmt: LinearFormat
+) -> Tensor | None:
+    """The factors whose strength minimizes the error of the output, if they help.
+
+    Args:
+        x, mean: the largest and the mean magnitudes of inputs, for every factor.
+        sample: some of the inputs, (T, I).
+    """
+    weight = normalized.linear.weight
+    expected, w = sample @ weight.T, normalized.largest(weight)
 
     def error(factors: Tensor) -> float:
         spread = normalized.spread(factors)
@@ -226,7 +240,6 @@ def _best_factors(normalized: FoldableLinear, inputs: Tensor, fmt: LinearFormat)
     is_static = fmt.activation == "int8"
     strengths = [a for a in STRENGTHS if a <= MAX_STATIC_STRENGTH or not is_static]
     candidates = [x**a / w ** (1 - a) for a in strengths]  # SmoothQuant's, then AWQ's
-    mean = normalized.mean(inputs)
     candidates += [(mean / mean[used].mean()) ** a for a in MEAN_STRENGTHS]
     options = [_limited(factors, used) for factors in candidates]
     errors = [error(factors) for factors in options]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from lathe.compress import smoothing
+from lathe.compress import activation, smoothing
 from lathe.compress.activation import smoothing_factors
 from lathe.compress.plan import make_plan, quantizable
 from lathe.compress.smoothing import find_factors, fold
@@ -126,6 +126,25 @@ def test_it_is_done_where_it_is_due(
     assert "smoothed" not in caplog.text
     places(massive), places(plain, bits)
     assert caplog.text.count("smoothed the inputs of") == 2
+
+
+def test_static_scales_are_smoothed_for_all_text(
+    tmp_path: Path,
+    byte_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activation, "TOKENS", 48)  # what static scales cost: of the first row
+    model = plant(llama(tmp_path, byte_tokenizer), MASSIVE, SCALE)
+    recipe = load_recipe("tiny", [*SMALL, "Gate.max_perplexity_increase=1e-9"])
+    recipe.Compress.Quantization.activation_quantize_type = "moving_average_abs_max"
+    plan = make_plan(model.config, recipe.Compress.Quantization)
+    found = smoothing_factors(recipe, model, TOKENS.split(2), {})
+    expected = find_factors(model, [TOKENS], plan.linears, False)
+    of_first_row = find_factors(model, [TOKENS[:1]], plan.linears, False)
+    assert found.keys() == expected.keys()
+    for name, factors in expected.items():
+        torch.testing.assert_close(found[name], factors)
+    assert any(not torch.allclose(found[name], x) for name, x in of_first_row.items())
 
 
 def test_static_scales_leave_room_for_other_text(
