@@ -2,7 +2,8 @@
 
 Fake quantization is PaddleSlim's own. It rounds an activation to clip(round(x / s), -127, 127) * s.
 The served graph and `lathe.model.fake_quant` go down to -128, which matters only for inputs beyond
-the range. PaddleSlim's moving average counts every forward pass, Lathe's every step.
+the range. PaddleSlim's moving average follows every forward pass of the training, Lathe's own
+scales stay as calibrated.
 """
 
 from collections.abc import Iterable, Iterator

@@ -136,9 +136,6 @@ def quantize(
             trainable,
             start.tokenizer,
             parent.path,
-            after_step=lambda part, group: fake_quant.fold_observers(
-                part, settings.moving_rate, group
-            ),
             before_save=lambda whole: write_scales(whole, plan),
         )
 

@@ -1,22 +1,21 @@
 """Simulated INT8 and INT4 in float: the forward pass computes what the integer graph will, and the
 backward pass is the straight-through estimator (Bengio et al. 2013; Jacob et al. 2018, section 3).
 
-Static INT8: activations have one scale per tensor, tracked as the moving average of the absolute
-maximum; weights are symmetric, with one scale per output channel (or per tensor), computed from the
-weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs, and so have
-activations, computed from each token, as in onnxruntime's `MatMulNBits` (accuracy level 4). INT8
-with a scale per token: the activations of each token have one scale, and weights those of static
-INT8. `lathe.model.integer_weights` rounds the weights.
+Static INT8: activations have one scale per tensor, which calibration sets and training keeps: one
+that follows the largest values of training batches grows with their size, and rounds everything
+more coarsely. Weights are symmetric, with one scale per output channel (or per tensor), computed
+from the weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs, and
+so have activations, computed from each token, as in onnxruntime's `MatMulNBits` (accuracy level 4).
+INT8 with a scale per token: the activations of each token have one scale, and weights those of
+static INT8. `lathe.model.integer_weights` rounds the weights.
 """
 
-import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -36,22 +35,22 @@ log = logging.getLogger("lathe")
 
 
 class Observer(nn.Module):
-    """Fake-quantizes an activation with a static scale, and in training tracks its range.
+    """Fake-quantizes an activation with a static scale, which `calibrate` sets.
 
-    The forward pass only updates the maximum `seen`, so that recomputing it changes nothing;
-    `fold_observers` updates the moving average once per step. `alpha`, unless None, is PACT's
-    learned clipping bound (Choi et al. 2018).
+    `alpha`, unless None, is PACT's learned clipping bound (Choi et al. 2018).
+
+    Attributes:
+        absmax: the range, a mean over calibration texts.
+        texts: number of texts that calibration has read; None outside it.
     """
 
     absmax: Tensor
-    seen: Tensor
 
     def __init__(self, scale: float | None = None, pact: bool = False) -> None:
         super().__init__()
         self.register_buffer("absmax", torch.tensor(ACTIVATION_LEVELS * scale if scale else 0.0))
-        self.register_buffer("seen", torch.tensor(0.0))
         self.alpha = nn.Parameter(torch.tensor([100.0])) if pact else None  # FSDP shards vectors
-        self.calibrating = False
+        self.texts: int | None = None
 
     @property
     def bound(self) -> Tensor:
@@ -66,7 +65,7 @@ class Observer(nn.Module):
         return float(self.bound) / ACTIVATION_LEVELS
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fake-quantize x; in training, track its range."""
+        """Fake-quantize x; while calibrating, average its range."""
         if hasattr(x, "to_local"):  # a DTensor of tensor parallelism: each process its shard
             from torch.distributed.tensor import DTensor
 
@@ -79,10 +78,11 @@ class Observer(nn.Module):
     def _quantize(self, x: Tensor) -> Tensor:
         if self.alpha is not None:  # the gradient of the clipped entries trains it
             x = torch.clamp(x, -self.alpha, self.alpha)
-        if self.training or self.calibrating:
-            self.seen.copy_(torch.maximum(self.seen, x.detach().abs().amax().to(self.seen.dtype)))
-        if self.calibrating:  # later layers are calibrated on float activations
-            return x
+        if self.texts is not None:
+            peak, weight = x.detach().abs().amax(), 1 / (self.texts + 1)
+            self.absmax.mul_(1 - weight).add_(peak, alpha=weight)
+            self.texts += 1
+            return x  # later layers are calibrated on float activations
         low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
         return round_to_levels(x, (self.bound / high).to(x.dtype), low, high)
 
@@ -284,37 +284,23 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
         return {}
     model.eval()
     for observer in observers_by_name.values():
-        observer.calibrating = True
+        observer.texts = 0
     texts = [text for tokens in batches for text in torch.split(tokens, 1)]
     device = texts[0].device
     with torch.no_grad():
         states = embed(model, texts)
         for block in model.blocks:
-            states = _averaged(device, block, states)
+            with on(device, block):
+                states = for_each(device, block, states)
         if isinstance(model.head_input, Observer):
-            with on(device, model.final_norm):
-                states = for_each(device, model.final_norm, states)
-            _averaged(device, model.head_input, states)
+            with on(device, model.final_norm, model.head_input):
+                for_each(device, lambda x: model.head_input(model.final_norm(x)), states)
     for name, observer in observers_by_name.items():
-        observer.calibrating = False
+        observer.texts = None
         if not observer.absmax:
             log.warning("the input of %s is zero in all calibration batches", name)
             observer.absmax.fill_(1.0)  # any scale will do, but not 0, by which values are divided
     return {name: observer.scale for name, observer in observers_by_name.items()}
-
-
-def _averaged(device: torch.device, module: nn.Module, states: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a module for one text after the other, over which its observers average."""
-    texts = itertools.count()
-
-    def compute(x: Tensor) -> Tensor:
-        y: Tensor = module(x)
-        n = next(texts)
-        fold_observers(module, n / (n + 1))  # with this rate the average is the mean so far
-        return y
-
-    with on(device, module):
-        return for_each(device, compute, states)
 
 
 def observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
@@ -323,23 +309,3 @@ def observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
     for name, module in model.named_modules():
         if isinstance(module, Observer):
             yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module
-
-
-def fold_observers(
-    model: nn.Module, moving_rate: float, group: dist.ProcessGroup | None = None
-) -> None:
-    """Update the moving averages: absmax <- rate * absmax + (1 - rate) * the largest magnitude seen
-    since the last call by any process of `group`."""
-    all_observers = [observer for _, observer in observers(model)]
-    if not all_observers:
-        return
-    averages, seen = [o.absmax for o in all_observers], [o.seen for o in all_observers]
-    # All observers at once: one collective and few kernels, however many linears there are.
-    peaks = torch.stack(seen)
-    if group is not None:
-        dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
-    before = torch.stack(averages)
-    # An average that has seen nothing yet starts at the first peak.
-    after = torch.where(before == 0, peaks, moving_rate * before + (1 - moving_rate) * peaks)
-    torch._foreach_copy_(averages, [*after.unbind()])
-    torch._foreach_zero_(seen)

@@ -133,9 +133,8 @@ def time_host(recipe: Recipe, rank: int, size: int) -> float:
             teacher = make_teacher(recipe, lambda: _filled(model), job.model.config, workers)
         for stage in stages:
             _filled(stage)
-        observe = job.observe(workers) if job.observe else None
         data = blank_tokens(recipe, workers.data_size)
-        trainer = _TimedTrainer(recipe, stages, data, Path(folder), workers, observe, teacher)
+        trainer = _TimedTrainer(recipe, stages, data, Path(folder), workers, teacher)
         trainer.states = PlannedStates(workers)  # type: ignore[assignment]
         trainer.seconds = []
         trainer.run()

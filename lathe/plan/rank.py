@@ -38,14 +38,13 @@ from lathe.data.megatron import TokenArrays
 from lathe.data.tokens import TokenSequences
 from lathe.model import lora
 from lathe.model.config import GPTConfig, read_config
-from lathe.model.fake_quant import fold_observers
 from lathe.model.gpt import GPT
 from lathe.plan.record import Collective, Recorder
 from lathe.plan.repeat import Repeats
 from lathe.train.finetune import frozen_dtype
 from lathe.train.layout import DIMS
 from lathe.train.loop import Gradients, StopSaveFlags
-from lathe.train.parallel import Stage, divide
+from lathe.train.parallel import divide
 from lathe.train.pretrain import new_model
 from lathe.train.run import make_teacher
 from lathe.train.shape import model_config, recipe_stage
@@ -67,12 +66,10 @@ class TrialJob:
     Attributes:
         model: on the meta device.
         teacher: on the meta device; None without distillation.
-        observe: see `lathe.train.trainer.Trainer`.
     """
 
     model: GPT
     teacher: GPT | None = None
-    observe: Callable[[Workers], Callable[[Stage], None]] | None = None
 
 
 def dense_config(recipe: Recipe) -> GPTConfig:
@@ -107,14 +104,7 @@ def make_job(recipe: Recipe) -> TrialJob:
         if stage == "quantize":
             formats = named_formats(config, recipe.Compress.Quantization, None)
             model = insert_fake_quantization(model, recipe, formats)[0]
-    if stage != "quantize":
-        return TrialJob(model, teacher)
-    rate = recipe.Compress.Quantization.moving_rate
-
-    def observe(workers: Workers) -> Callable[[Stage], None]:
-        return lambda stage: fold_observers(stage.gpt, rate, workers.replicas)
-
-    return TrialJob(model, teacher, observe)
+    return TrialJob(model, teacher)
 
 
 @dataclass(frozen=True)
@@ -173,9 +163,8 @@ def try_rank(
                 stage.to_empty(device=workers.device)
             if teacher_model := job.teacher:
                 teacher = make_teacher(recipe, lambda: teacher_model, job.model.config, workers)
-        observe = job.observe(workers) if job.observe else None
         data = blank_tokens(recipe, workers.data_size)
-        trainer = _TriedTrainer(recipe, stages, data, folder, workers, observe, teacher)
+        trainer = _TriedTrainer(recipe, stages, data, folder, workers, teacher)
         trainer.recorder, states = recorder, PlannedStates(workers)
         trainer.states = states  # type: ignore[assignment]
         trainer.categorize(*([teacher.model] if teacher else []))

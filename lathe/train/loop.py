@@ -180,7 +180,7 @@ class Loop(ABC):
 
     @abstractmethod
     def after_step(self) -> None:
-        """Called after every step, updated or skipped: clear gradients, update observers."""
+        """Called after every step, updated or skipped: clear gradients."""
 
     @abstractmethod
     def validation_loss(self) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch.distributed import ProcessGroup
 
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.model.config import GPTConfig
@@ -21,7 +20,7 @@ from lathe.train.batches import open_data, resolve_batch
 from lathe.train.distill import Teacher
 from lathe.train.memory import require_batches
 from lathe.train.nccl import flight_recorder
-from lathe.train.parallel import Stage, Weights, build_stages, compile_blocks
+from lathe.train.parallel import Weights, build_stages, compile_blocks
 from lathe.train.result import (
     FLIGHT,
     KERNELS,
@@ -54,8 +53,6 @@ class TrainingJob:
         parent: folder of the parent checkpoint.
         model: the full model, on the CPU; on the meta device if `weights` provides the values.
         weights: see `lathe.train.parallel.Weights`; None: the model's own.
-        after_step: called after every update with this process's part of the model and the group of
-            processes that hold the same part.
         figures: further metrics of the checkpoint.
         before_save: final change to the whole trained model, e.g. writing scales into its plan.
         write_more: writes further files of the checkpoint; see `write_folder`. Called with the
@@ -68,7 +65,6 @@ class TrainingJob:
     tokenizer: Tokenizer
     parent: Path | None = None
     weights: Weights | None = None
-    after_step: Callable[[GPT, ProcessGroup], None] | None = None
     before_save: Callable[[GPT], None] | None = None
     write_more: Callable[[Path, GPT], Sequence[str]] | None = None
     rebuild: Callable[[], GPT] | None = None
@@ -121,11 +117,6 @@ def run_training(
             stages = build_stages(
                 work.model, work.weights or _state_weights(work.model), recipe, workers
             )
-
-            def observe(stage: Stage) -> None:
-                if work.after_step is not None:
-                    work.after_step(stage.gpt, workers.replicas)
-
             guide = None
             if teacher is not None:
                 folder = teacher
@@ -137,7 +128,7 @@ def run_training(
             if workers.device.type == "cuda":
                 flight.mkdir(parents=True, exist_ok=True)
             with tensor_float32(workers.device), kept_kernels(output):
-                trainer = Trainer(recipe, stages, tokens, output, workers, observe, guide)
+                trainer = Trainer(recipe, stages, tokens, output, workers, guide)
                 trainer.run()
 
             # From the last saved state, in which all processes have put their parts.

@@ -50,7 +50,6 @@ class Trainer(Loop):
     """Trains this process's `stages`; see `Loop`.
 
     Args:
-        observe: called with every stage after every update, for range observers and the like.
         teacher: if given, the training loss is a distillation loss; validation stays cross-entropy.
     """
 
@@ -61,11 +60,10 @@ class Trainer(Loop):
         data: TokenDataset,
         output: Path,
         workers: Workers,
-        observe: Callable[[Stage], None] | None = None,
         teacher: Teacher | None = None,
     ) -> None:
         super().__init__(recipe, data, output, workers)
-        self.workers, self.stages, self.observe = workers, stages, observe
+        self.workers, self.stages = workers, stages
         config = stages[0].gpt.config
         # What is trained: the adapters if there are some, else all but what the recipe freezes.
         named = [pair for stage in stages for pair in stage.gpt.named_parameters()]
@@ -166,11 +164,7 @@ class Trainer(Loop):
             self.half_weights.update()
 
     def after_step(self) -> None:
-        """Clear gradients and fold the observers of fake quantization."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.observe is not None:
-            for stage in self.stages:
-                self.observe(stage)
 
     @torch.no_grad()
     def validation_loss(self) -> float:

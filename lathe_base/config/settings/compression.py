@@ -99,13 +99,13 @@ class QuantizationSettings(Settings):
     """Granularity of INT8 weight scales in linears with static activation scales: per tensor, or
     per output channel."""
     activation_quantize_type: ActivationScales = "auto"
-    """Activation scales of INT8 linears. `moving_average_abs_max` is static, a moving average of
-    the largest absolute value, and reads prompts fastest. `dynamic` computes scales at run time
-    for every token and group of `group_size` inputs, as INT4 linears always do, with weight scales
-    in the same groups; pretrained models need it, because a few of their tokens have huge
-    activations. `token` computes one scale for every token, with a weight scale per output channel:
-    W8A8 as vLLM's integer kernels for GPUs compute it; onnxruntime has no fused kernel for it.
-    `auto` measures the cost of static scales on calibration text; if it is more than
+    """Activation scales of INT8 linears. `moving_average_abs_max` is static, from the largest
+    absolute values of calibration texts, and reads prompts fastest. `dynamic` computes scales at
+    run time for every token and group of `group_size` inputs, as INT4 linears always do, with
+    weight scales in the same groups; pretrained models need it, because a few of their tokens have
+    huge activations. `token` computes one scale for every token, with a weight scale per output
+    channel: W8A8 as vLLM's integer kernels for GPUs compute it; onnxruntime has no fused kernel for
+    it. `auto` measures the cost of static scales on calibration text; if it is more than
     a tenth of `Gate.max_perplexity_increase`, it makes as many layers dynamic as needed to stay
     within that limit. `none` quantizes only the weights: the file is as small, and computation
     stays in float."""
@@ -122,7 +122,8 @@ class QuantizationSettings(Settings):
     activation_preprocess_type: Literal["PACT"] | None = None
     """PACT clips activations at a learned bound; null disables clipping."""
     moving_rate: Probability = 0.9
-    """Decay of the moving average of an activation's largest absolute value."""
+    """Decay of the moving average of an activation's largest absolute value while PaddleSlim
+    trains (Paddle engine). The torch engine keeps the scales of calibration."""
     weight_bits: Bits = 8
     """Bits of a quantized weight. 4 bits halve the file size again and decode faster, but need
     training to preserve quality, and prompts are read more slowly."""
