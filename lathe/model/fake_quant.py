@@ -11,7 +11,7 @@ static INT8. `lathe.model.integer_weights` rounds the weights.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,8 @@ class Observer(nn.Module):
     `alpha`, unless None, is PACT's learned clipping bound (Choi et al. 2018).
 
     Attributes:
-        absmax: the range, a mean over calibration texts.
-        texts: number of texts that calibration has read; None outside it.
+        absmax: the range.
+        peaks: while calibrating, the largest magnitude in each text so far; None otherwise.
     """
 
     absmax: Tensor
@@ -50,7 +50,7 @@ class Observer(nn.Module):
         super().__init__()
         self.register_buffer("absmax", torch.tensor(ACTIVATION_LEVELS * scale if scale else 0.0))
         self.alpha = nn.Parameter(torch.tensor([100.0])) if pact else None  # FSDP shards vectors
-        self.texts: int | None = None
+        self.peaks: list[Tensor] | None = None
 
     @property
     def bound(self) -> Tensor:
@@ -65,7 +65,7 @@ class Observer(nn.Module):
         return float(self.bound) / ACTIVATION_LEVELS
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fake-quantize x; while calibrating, average its range."""
+        """Fake-quantize x; while calibrating, only track its range."""
         if hasattr(x, "to_local"):  # a DTensor of tensor parallelism: each process its shard
             from torch.distributed.tensor import DTensor
 
@@ -78,10 +78,8 @@ class Observer(nn.Module):
     def _quantize(self, x: Tensor) -> Tensor:
         if self.alpha is not None:  # the gradient of the clipped entries trains it
             x = torch.clamp(x, -self.alpha, self.alpha)
-        if self.texts is not None:
-            peak, weight = x.detach().abs().amax(), 1 / (self.texts + 1)
-            self.absmax.mul_(1 - weight).add_(peak, alpha=weight)
-            self.texts += 1
+        if self.peaks is not None:
+            self.peaks[-1] = torch.maximum(self.peaks[-1], x.detach().abs().amax())
             return x  # later layers are calibrated on float activations
         low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
         return round_to_levels(x, (self.bound / high).to(x.dtype), low, high)
@@ -284,23 +282,39 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
         return {}
     model.eval()
     for observer in observers_by_name.values():
-        observer.texts = 0
+        observer.peaks = []
     texts = [text for tokens in batches for text in torch.split(tokens, 1)]
     device = texts[0].device
     with torch.no_grad():
         states = embed(model, texts)
         for block in model.blocks:
-            with on(device, block):
-                states = for_each(device, block, states)
+            states = _tracked(device, block, states)
         if isinstance(model.head_input, Observer):
-            with on(device, model.final_norm, model.head_input):
-                for_each(device, lambda x: model.head_input(model.final_norm(x)), states)
+            with on(device, model.final_norm):
+                states = for_each(device, model.final_norm, states)
+            _tracked(device, model.head_input, states)
     for name, observer in observers_by_name.items():
-        observer.texts = None
+        if observer.peaks:
+            observer.absmax.copy_(torch.stack(observer.peaks).mean())
+        observer.peaks = None
         if not observer.absmax:
             log.warning("the input of %s is zero in all calibration batches", name)
             observer.absmax.fill_(1.0)  # any scale will do, but not 0, by which values are divided
     return {name: observer.scale for name, observer in observers_by_name.items()}
+
+
+def _tracked(device: torch.device, module: nn.Module, states: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a module for one text after the other, whose ranges its observers track."""
+
+    def compute(x: Tensor) -> Tensor:
+        for _, observer in observers(module):
+            assert observer.peaks is not None
+            observer.peaks.append(x.new_zeros(()))  # keys are cached for a prefix and for the text
+        y: Tensor = module(x)
+        return y
+
+    with on(device, module):
+        return for_each(device, compute, states)
 
 
 def observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
