@@ -137,7 +137,7 @@ def find_factors(
     """
     model.eval()
     factors: dict[str, Tensor] = {}
-    n_tokens = sum(tokens.numel() for tokens in batches)
+    step = max(1, sum(tokens.numel() for tokens in batches) // TOKENS)
     device, hidden = batches[0].device, embed(model, batches)
     for path, block in track(_blocks(model), "smoothing", model.config.n_layer):
         foldable = iter(_halves(path, block))
@@ -151,10 +151,7 @@ def find_factors(
                 if normalized is None or normalized.name not in formats:
                     continue
                 # The float model's inputs: factors of one linear do not depend on others'.
-                step, rows = (
-                    max(1, n_tokens // TOKENS),
-                    (x.to(device).flatten(0, 1) for x in inputs),
-                )
+                rows = (x.to(device).flatten(0, 1) for x in inputs)
                 parts = [(normalized.largest(x), normalized.mean(x), x[::step]) for x in rows]
                 largest, means, samples = (list(part) for part in zip(*parts, strict=True))
                 largest_x, mean_x = torch.stack(largest).amax(0), torch.stack(means).mean(0)

@@ -313,9 +313,9 @@ def join_fake_workers(recipe: Recipe, rank: int, size: int) -> Iterator[FakeWork
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         device = torch.device("cpu")
-        mesh, replicas = make_mesh(recipe, device)
+        mesh = make_mesh(recipe, device)
         with _Votes():
-            yield FakeWorkers(rank, size, device, mesh, replicas, dist.new_group(backend="fake"))
+            yield FakeWorkers(rank, size, device, mesh, dist.new_group(backend="fake"))
     finally:
         dist.destroy_process_group()
 

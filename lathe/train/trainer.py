@@ -133,9 +133,9 @@ class Trainer(Loop):
         counted = self.parameters
         if self.tied.is_second_copy:
             counted = [p for p in counted if p is not self.tied.table]
-        norm_share = squared_norm(counted, self.workers.replicas.size(), self.workers.device)
         # Ranks along `mp` have computed the same loss, and all stages but the last have 0.
         copies = self.workers.data_size * self.workers.mesh["mp"].size()
+        norm_share = squared_norm(counted, copies, self.workers.device)
         requested = self._to_device(np.array(flags, np.float32))
         shares = torch.cat([torch.stack([losses.sum() / copies, norm_share]), requested])
         sums = self.workers.sum(shares)

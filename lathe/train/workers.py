@@ -43,7 +43,6 @@ class Workers:
     Attributes:
         mesh: of `DIMS`; along `dp` and `sharding` the batch is divided, along `mp` every linear,
             along `pp` the layers.
-        replicas: the processes that hold the same layers as this one.
         files: a group of all processes on the CPU, for files that are written and read during
             training.
         timeout: of collectives, and of the first process's silence while it works alone.
@@ -55,7 +54,6 @@ class Workers:
     size: int
     device: torch.device
     mesh: DeviceMesh
-    replicas: dist.ProcessGroup
     files: dist.ProcessGroup
     timeout: timedelta = timedelta(minutes=30)
     store: Store | None = None
@@ -168,7 +166,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         with ExitStack() as stack:
-            mesh, replicas = make_mesh(recipe, device)
+            mesh = make_mesh(recipe, device)
             files = dist.new_group(backend="gloo")
             # A mesh's groups have their backend's own timeout, of 10 minutes with NCCL.
             for group in dist.distributed_c10d._world.pg_map:
@@ -182,8 +180,7 @@ def join_workers(recipe: Recipe) -> Iterator[Workers]:
             stack.enter_context(
                 deterministic(device.type == "cuda" and recipe.Engine.deterministic)
             )
-            groups = (mesh, replicas, files)
-            yield Workers(rank, size, device, *groups, timeout, poll_store, heartbeats, network)
+            yield Workers(rank, size, device, mesh, files, timeout, poll_store, heartbeats, network)
     finally:
         dist.destroy_process_group()
 
@@ -226,11 +223,10 @@ def tensor_float32(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def make_mesh(recipe: Recipe, device: torch.device) -> tuple[DeviceMesh, dist.ProcessGroup]:
-    """The mesh of all processes of the default group, and `Workers.replicas`."""
+def make_mesh(recipe: Recipe, device: torch.device) -> DeviceMesh:
+    """The mesh of all processes of the default group."""
     shape = mesh_shape(recipe.Distributed, dist.get_world_size())
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMS)
-    return mesh, mesh["dp", "sharding", "mp"]._flatten("replicas").get_group()
+    return init_device_mesh(device.type, shape, mesh_dim_names=DIMS)
 
 
 def _store() -> Store:
