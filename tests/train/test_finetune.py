@@ -28,6 +28,7 @@ from lathe.model.gpt import GPT
 from lathe.model.lora import merge_adapters
 from lathe.train.batches import Batch, EvalBatches, TrainBatches, first_batches
 from lathe.train.finetune import finetune
+from lathe.train.state_folder import committed_steps
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import LoraSettings
 from lathe_base.errors import Code
@@ -413,7 +414,7 @@ def test_a_killed_lora_run_resumes_bit_identically(model: Path, data: Path, tmp_
     run = tmp_path / "killed"
     process = start("finetune", model, data, run, overrides=options[len(SMALL) :])
     kill_after_saves(process, run, saves=1)
-    states = sorted((run / "state").glob("step_*"))
+    states = committed_steps(run / "state")
     names = {n for path in states[-1].glob("*.safetensors") for n in load_file(path)}
     kinds = {name.split(".")[0] for name in names}
     assert kinds == {"model", "optimizer", "rng"}
