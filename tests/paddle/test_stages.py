@@ -10,8 +10,10 @@ import onnx
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch import Tensor
 
 from lathe.backends import paddle_process as start
+from lathe.model import fake_quant, integer_weights
 from lathe.model.checkpoint import load_checkpoint, save_checkpoint
 from lathe.train.state_folder import committed_steps
 from lathe_base.config.recipe import load_recipe
@@ -173,7 +175,7 @@ def _kill_after_a_save(command: list[str], output: Path) -> None:
 
 @pytest.mark.slow
 def test_quantization_is_what_the_torch_engine_reads(
-    int8: Path, small_data: Path, pruned: Path
+    int8: Path, small_data: Path, pruned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = load_checkpoint(int8)
     plan = checkpoint.model.config.quantization
@@ -184,11 +186,16 @@ def test_quantization_is_what_the_torch_engine_reads(
         "lm_head",
     }
     assert all(scale > 0 for scale in plan.activation_scales.values())
+
+    def round_to_levels(x: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+        """With PaddleSlim's gradient, which clipped inputs have too."""
+        return x + (integer_weights.round_to_levels(x, scale, low, high) - x).detach()
+
+    monkeypatch.setattr(fake_quant, "round_to_levels", round_to_levels)
     output = pruned.with_name("int8-by-torch")
-    settings = recipe("tiny-qat", SKIP, engine="torch")
-    quantize(settings, pruned, small_data, output)
+    quantize(recipe("tiny-qat", SKIP, engine="torch"), pruned, small_data, output)
     # Without VNNI, activations on the edge between two levels were seen to add 0.24 %.
-    assert losses(int8) == pytest.approx(losses(output), rel=4e-3 if WITHOUT_VNNI else 2e-3)
+    assert losses(int8) == pytest.approx(losses(output), rel=3e-3 if WITHOUT_VNNI else 5e-4)
 
 
 @pytest.mark.slow
