@@ -28,6 +28,7 @@ BASE = (
     "Global.micro_batch_size=4",
     "Engine.max_steps=2",
     "Engine.eval_freq=1000",
+    "Engine.eval_iters=1",
 )
 DP, MP, PP = (f"Distributed.{name}_degree=2" for name in ("dp", "mp", "pp"))
 SP = "Model.sequence_parallel=True"
@@ -81,7 +82,7 @@ PIPELINE = {
 # the "fake" group send nothing, so that gloo's copies, which NCCL does not make, are not counted; a
 # pipeline needs real messages, but has few.
 SCRIPT = """
-import json, sys
+import gc, json, sys
 from pathlib import Path
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -119,7 +120,8 @@ if fake:
     dist.new_group = lambda *a, **k: new_group(*a, **{**k, "backend": "fake"})
     Trainer._stop_at_non_finite = lambda *_: None
 for output, overrides in runs:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
+    gc.collect()  # or the last run's tensors would be freed in this one
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
         try:
             pretrain(load_recipe("tiny", overrides), Path(data), Path(output))
         except Trained:
