@@ -84,7 +84,7 @@ client: env ## Send a prompt to the server: make client PROMPT="Once upon"
 needed = $(if $(TESTS),$(shell $(PYTHON) tests/support/environments.py $(TESTS)),$(1))
 
 # Several files at a time, in the order that tests/conftest.py gives them: for two cores, quick tests
-# five at a time and slow ones three, since many wait for a server or a clock.
+# five at a time and slow ones four, since many wait for a server or a clock.
 # Bytecode is kept even where the environment says otherwise: it is a third of the collection, and a
 # sixth of the start of every process.
 PYTEST := MAKEFLAGS= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
@@ -98,7 +98,7 @@ test: ## Run the quick tests, 4 to 6 minutes (TESTS=path for some of them)
 .PHONY: test-slow
 test-slow: ## Run whole pipelines, Paddle, groups of processes, kills: 20 to 35 minutes
 	$(call environments,dev $(call needed,serve paddle))
-	$(call tests,3,"slow and not long")
+	$(call tests,4,"slow and not long")
 
 .PHONY: test-all
 test-all: ## Run all tests except the soak test and those of containers: an hour

