@@ -372,6 +372,7 @@ def main() -> None:
             "Engine.compile=True",
             *("Engine.mix_precision.dtype=bfloat16", "Optimizer.lr.max_lr=2e-4"),
             *("Data.Train.dataset.max_seq_len=512", "Data.Eval.dataset.max_seq_len=512"),
+            "Data.Train.dataset.split=[980,10,10]",
             *("Compress.Distill.teacher=parent", "Compress.Distill.alpha=1.0"),
         )
         return lambda folder: quantize(settings, reference, data, folder).folder
