@@ -325,7 +325,8 @@ class Expectation:
 
     def plan(self, config: GPTConfig) -> QuantizationPlan:
         """The formats that it gives to a model."""
-        return make_plan(config, QuantizationSettings.model_validate(self.settings))
+        settings = QuantizationSettings.model_validate(self.settings)
+        return make_plan(config, settings, named_formats(config, settings, None))
 
     def share(self, config: GPTConfig) -> float:
         """Bytes of the quantized weights, relative to float32."""
