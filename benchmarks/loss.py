@@ -59,7 +59,7 @@ def peak_bytes(device: str, run: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats()
         run()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
         run()
     held = most = 0
     assert watch.profiler is not None
