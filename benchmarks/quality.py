@@ -38,6 +38,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,6 @@ from torch import Tensor, nn
 
 from lathe.compress.quantize import gptq_text, quantize
 from lathe.compress.sensitivity.analyze import analyze
-from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.export.formats import gguf
@@ -55,10 +55,11 @@ from lathe.export.weight_formats import stored_matrices
 from lathe.model.checkpoint import Checkpoint, load_checkpoint
 from lathe.model.gguf import names_in_gguf
 from lathe.model.gpt import GPT
-from lathe.train.batches import first_batches
+from lathe.train.batches import first_batches, open_data
 from lathe.train.workers import choose_device
 from lathe_base.config.recipe import load_recipe
 from lathe_base.config.settings import Recipe
+from lathe_serving.runtime.text import bos_ids
 
 Array = NDArray[np.float32]
 
@@ -75,7 +76,6 @@ def rotated(source: Path, output: Path, rotation: Callable[[int], Tensor]) -> Pa
     """
     if (output / "config.json").is_file():
         return output
-    output.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     weights = load_file(source / "model.safetensors")
     embedding, norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
@@ -93,10 +93,53 @@ def rotated(source: Path, output: Path, rotation: Callable[[int], Tensor]) -> Pa
             weights[f"{at}{name}.weight"] = torch.ones_like(gain)
         for writer in WRITE:
             weights[f"{at}{writer}.weight"] = q.T @ weights[f"{at}{writer}.weight"]
+    return write_folder(source, output, weights, config | {"tie_word_embeddings": False})
+
+
+def rescaled(source: Path, output: Path, strength: float) -> Path:
+    """Write a Hugging Face folder of a Gemma 3 with the same function and other weights.
+
+    Its norms before the residual sum have gains, so the residual stream cannot be rotated. Instead
+    every input channel of a linear that reads the normalized state is scaled by exp(strength * N),
+    and its norm's gain by the inverse; so are the channels between up and down; and the values of
+    every head are rotated a little, which the output projection undoes.
+    """
+    if (output / "config.json").is_file():
+        return output
+    config = json.loads((source / "config.json").read_text())
+    weights = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+
+    def factors(channels: int) -> Tensor:
+        return torch.exp(strength * torch.randn(channels, generator=generator))
+
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name, readers in (READ, ("pre_feedforward_layernorm", READ_MLP[1])):
+            gain = weights[f"{at}{name}.weight"]  # less 1
+            scales = factors(len(gain))
+            weights[f"{at}{name}.weight"] = (1 + gain) / scales - 1
+            for reader in readers:
+                weights[f"{at}{reader}.weight"] *= scales
+        up, down = (f"{at}mlp.{x}_proj.weight" for x in ("up", "down"))
+        scales = factors(len(weights[up]))
+        weights[up], weights[down] = weights[up] * scales[:, None], weights[down] / scales
+        value, out = (f"{at}self_attn.{x}_proj.weight" for x in ("v", "o"))
+        q, width = small_rotation(strength)(config["head_dim"]), config["hidden_size"]
+        weights[value] = (q.T @ weights[value].view(-1, len(q), width)).view(-1, width)
+        weights[out] = (weights[out].view(width, -1, len(q)) @ q).view(width, -1)
+    return write_folder(source, output, weights, config)
+
+
+def write_folder(
+    source: Path, output: Path, weights: dict[str, Tensor], config: dict[str, Any]
+) -> Path:
+    """Write a Hugging Face folder with the tokenizer of `source`."""
+    output.mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in weights.items()}, output / "model.safetensors")
     (output / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     config.pop("lathe", None)
-    (output / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    (output / "config.json").write_text(json.dumps(config))
     return output
 
 
@@ -154,8 +197,10 @@ class Text:
 
     def __init__(self, reference: Path, text: str, n: int, length: int) -> None:
         checkpoint = load_checkpoint(reference)
-        ids = checkpoint.tokenizer.encode(text).ids[: n * length]
-        self.windows = torch.tensor(ids).view(-1, length)
+        bos = bos_ids(checkpoint.tokenizer)
+        ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
+        body = torch.tensor(ids[: n * (length - len(bos))]).view(n, -1)
+        self.windows = torch.cat([torch.tensor(bos).expand(n, -1).long(), body], 1)
         # In half precision, whose errors of log-probabilities are random: they average out in KL.
         self.reference = [self._logprobs(checkpoint.model, row).half() for row in self.windows]
         self.loss = self._losses(self.reference)
@@ -286,7 +331,8 @@ def by_peer(
     def make(folder: Path) -> Path:
         text = folder.parents[2] / f"calibration-{text_name}.npy"
         if not text.is_file():
-            checkpoint, tokens = load_checkpoint(reference), TokenDataset.open(data)
+            checkpoint = load_checkpoint(reference)
+            tokens = open_data(data, recipe(), checkpoint.model.config, checkpoint.tokenizer)
             rows = gptq_text(recipe(), checkpoint, tokens, choose_device(recipe()))
             np.save(text, torch.cat(rows).numpy())
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,11 +343,11 @@ def by_peer(
     return make
 
 
-def calibration(data: Path) -> list[Tensor]:
+def calibration(reference: Path, data: Path) -> list[Tensor]:
     """The batches that GPTQ reads of the training text."""
-    settings = recipe()
-    n = settings.Compress.Quantization.gptq_batches
-    parts = first_batches(settings, TokenDataset.open(data), n)
+    settings, checkpoint = recipe(), load_checkpoint(reference)
+    tokens = open_data(data, settings, checkpoint.model.config, checkpoint.tokenizer)
+    parts = first_batches(settings, tokens, settings.Compress.Quantization.gptq_batches)
     return [torch.from_numpy(part) for part in parts]
 
 
@@ -329,7 +375,10 @@ def main() -> None:
     given = parser.parse_args()
     output = given.output
     reference = given.model
-    if given.strength:
+    gemma = json.loads((reference / "config.json").read_text())["model_type"] == "gemma3_text"
+    if given.strength and gemma:
+        reference = rescaled(reference, output / "reference", given.strength)
+    elif given.strength:
         reference = rotated(reference, output / "reference", small_rotation(given.strength))
     passages = output / "cloze.jsonl"
     lines = given.cloze.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -379,7 +428,7 @@ def main() -> None:
 
     def theirs(kind: str, data: Path | None, blocks: bool = True) -> Callable[[Path], Path]:
         def make(folder: Path) -> Path:
-            read = calibration(data) if data else []
+            read = calibration(reference, data) if data else []
             return in_llama_cpp(kind, reference, folder, read, blocks)
 
         return make

@@ -180,6 +180,8 @@ def main() -> None:
     kept = set(model.state_dict())
     rows = torch.from_numpy(np.load(given.tokens)).long()
     PEERS[given.peer](model, tokenizer, rows, given)
+    if model.config.tie_word_embeddings:
+        kept.discard("lm_head.weight")
     weights = {name: x for name, x in model.state_dict().items() if name in kept}
     save_file(
         {name: x.float().contiguous() for name, x in weights.items()},

@@ -41,6 +41,7 @@ from lathe_base.config.settings.types import Format
 from lathe_base.errors import Code, UserError
 from lathe_base.progress import bar
 from lathe_base.provenance.step import attested
+from lathe_serving.runtime.text import bos_ids
 
 log = logging.getLogger("lathe")
 
@@ -158,7 +159,8 @@ def gptq_text(
     needed = whole_bytes(start.model, rows) + CACHE_BYTES
     device, _ = device_with_room(recipe, device, "text for GPTQ", {WHOLE: needed})
     with on(device, start.model):
-        written = generated_text(start.model, rows, length, start.eos_id, recipe.Global.seed)
+        first, *_ = *bos_ids(start.tokenizer), start.eos_id
+        written = generated_text(start.model, rows, length, first, recipe.Global.seed)
     return [*read, *torch.split(written, len(read[0]))]
 
 
@@ -201,7 +203,7 @@ def write_scales(model: GPT, plan: QuantizationPlan) -> None:
     model.config = model.config.with_quantization(plan.with_scales(scales))
 
 
-def generated_text(model: GPT, rows: int, length: int, end: int, seed: int) -> Tensor:
+def generated_text(model: GPT, rows: int, length: int, first: int, seed: int) -> Tensor:
     """Text that a model writes itself, for GPTQ to read beside training text: tokens (rows, length)
     on the CPU, drawn from the distribution of a float model.
 
@@ -214,17 +216,18 @@ def generated_text(model: GPT, rows: int, length: int, end: int, seed: int) -> T
     Quantization and Pruning" (arXiv:2410.17170).
 
     Args:
-        end: the end-of-document token, with which every row begins.
+        first: the token with which every row begins: what the tokenizer prepends to a text, or
+            else the end-of-document token.
     """
     sampling = GenerationSettings(temperature=1.0, top_k=0, top_p=1.0, max_dec_len=length - 1)
     config = model.config
     row_bytes = 8 * length * config.head_dim * sum(config.n_kv_head)  # float32 keys and values
     at_once = max(1, CACHE_BYTES // row_bytes)
-    sizes = [min(at_once, rows - first) for first in range(0, rows, at_once)]
+    sizes = [min(at_once, rows - done) for done in range(0, rows, at_once)]
     texts = []
     with bar("generate text for GPTQ", len(sizes) * (length - 1)) as progress:
         for number, size in enumerate(sizes):
             texts += generate(
-                model, [[end]] * size, sampling, seed=seed + number, progress=progress
+                model, [[first]] * size, sampling, seed=seed + number, progress=progress
             )
-    return torch.tensor([[end, *row] for row in texts])
+    return torch.tensor([[first, *row] for row in texts])

@@ -7,7 +7,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class TokenDataset(ABC):
 
     folder: Path
     metadata: dict[str, Any]
+    bos: tuple[int, ...] = field(default=(), kw_only=True)
+    """Replaces the first token of every sample; see `lathe.train.batches.open_data`."""
 
     @staticmethod
     def open(folder: Path) -> "TokenSequences | TokenBlend":

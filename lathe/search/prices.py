@@ -41,6 +41,7 @@ from lathe.model.config import GPTConfig
 from lathe.model.folder import CheckpointFolder
 from lathe.model.gpt import GPT
 from lathe.search.design import Design
+from lathe.train.batches import open_data
 from lathe_base.artifacts.journal import Journal
 from lathe_base.artifacts.kinds import checked, read_as, read_json
 from lathe_base.config.settings import ExportSettings, QuantizationSettings, Recipe
@@ -90,7 +91,8 @@ def write_costs(recipe: Recipe, model: Path | CheckpointFolder, data: Path, outp
     Args:
         recipe: that of quantization; `Compress.Quantization` determines the formats.
     """
-    checkpoint, tokens = load_checkpoint(model), TokenDataset.open(data)
+    checkpoint = load_checkpoint(model)
+    tokens = open_data(data, recipe, checkpoint.model.config, checkpoint.tokenizer)
     findings = output.with_name(f"{output.name}.findings.jsonl")
     journal = Journal(findings, {"model": checkpoint.digest, "data": tokens.digest})
     costs = estimate(recipe, checkpoint, tokens, journal)

@@ -65,16 +65,25 @@ def test_gptq_reads_it(small_dense: Path, small_data: Path, tmp_path: Path) -> N
     assert errors[1] < errors[0]
 
 
+@pytest.mark.parametrize("bos", [[], [7]])
 def test_gptq_reads_as_much_as_the_recipe_says(
-    small_dense: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_dense: Path,
+    small_data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bos: list[int],
 ) -> None:
+    """Every row begins as the tokenizer begins a text, if it does."""
+    for module in ("lathe.compress.quantize", "lathe.train.batches"):
+        monkeypatch.setattr(f"{module}.bos_ids", lambda _: bos)
     read: list[torch.Tensor] = []
     monkeypatch.setattr("lathe.compress.quantize.gptq", lambda _, batches: read.extend(batches))
     counts = ("Compress.Quantization.gptq_batches=3", f"{GENERATED}=2")
     quantize(load_recipe("tiny", (*UNTRAINED, *counts)), small_dense, small_data, tmp_path / "q")
     assert [tokens.shape for tokens in read] == 5 * [(4, 32)]
-    end = load_checkpoint(small_dense).eos_id
-    assert [(tokens[:, 0] == end).all().item() for tokens in read] == [False] * 3 + [True] * 2
+    first = bos[0] if bos else load_checkpoint(small_dense).eos_id
+    begins = [(tokens[:, 0] == first).all().item() for tokens in read]
+    assert begins == [bool(bos)] * 3 + [True] * 2
 
 
 @pytest.fixture(scope="module")

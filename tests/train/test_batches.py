@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from lathe.data.blend import blend
 from lathe.data.megatron import MegatronWriter
@@ -29,6 +30,7 @@ from tests.support.errors import raises
 from tests.support.small_export import UNIFORM
 
 T = 8
+BOS = 255
 DOCUMENTS = {"novels": 100, "code": 40}
 TRAINING = {"novels": 80, "code": 32}
 
@@ -272,6 +274,26 @@ class TestValidation:
             held_out = self.validation(made.folder, 4, 5)
         assert "2-small: too few validation documents, skipping validation on it" in caplog.text
         assert len(held_out) == 5 and not any((held_out[i] == 200).any() for i in range(5))
+
+
+@pytest.mark.parametrize("name", ["novels", "blend"])
+def test_samples_begin_with_what_the_tokenizer_prepends(
+    folders: dict[str, Path], byte_tokenizer: Tokenizer, name: str
+) -> None:
+    """The first token is input only: what is predicted is the same."""
+    begins = Tokenizer.from_str(byte_tokenizer.to_str())
+    begins.post_processor = TemplateProcessing("! $A", special_tokens=[("!", BOS)])
+    config = replace(UNIFORM, vocab_size=257, n_positions=T)
+    read = []
+    for tokenizer in (byte_tokenizer, begins):
+        data = open_data(folders[name], recipe(), config, tokenizer)
+        batches = TrainBatches(recipe(), data, Batch(4, 4, 2, 2), 0)
+        trained = [batches(step, i) for step in (0, 1) for i in (0, 1)]
+        held_out, statistics = EvalBatches(recipe(), data, 2, 3), first_batches(recipe(), data, 3)
+        read.append(np.concatenate([*trained, *held_out, *statistics]))
+    plain, begun = read
+    assert (begun[:, 0] == BOS).all() and (plain[:, 0] != BOS).all()
+    assert np.array_equal(begun[:, 1:], plain[:, 1:])
 
 
 def test_open_data_of_a_blend_checks_the_limits(folders: dict[str, Path]) -> None:
