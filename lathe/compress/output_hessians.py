@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lathe.model.by_block import backward
 from lathe.model.fake_quant import FakeQuantLinear, in_float, int4_linears
 from lathe.model.gpt import GPT
-from lathe.train.loss import chunk_rows, linear_cross_entropy
+from lathe.train.loss import chunk_rows
 from lathe_base.progress import track
 
 MAX_OUTPUTS = 1024
@@ -130,11 +130,11 @@ def _show_gradients(
             (x,) = inputs
             outputs.register_hook(hook_for(linear, x.detach()))  # type: ignore[no-untyped-call]
 
-    def loss(hidden: Tensor) -> Tensor:
+    def log_likelihood(hidden: Tensor) -> Tensor:
+        """Not its value, but its gradient."""
         final = hidden if model.head_input is None else model.head_input(hidden)
-        table = model.output.table().detach()
-        mean = linear_cross_entropy(final, table, _drawn(final.detach(), table, draw))
-        return mean * final[..., 0].numel()
+        score = _score_of_drawn(final.detach(), model.output.table().detach(), draw)
+        return (final * score).sum()
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)  # gradients of outputs are all that is wanted
@@ -142,7 +142,7 @@ def _show_gradients(
     try:
         with torch.enable_grad(), in_float(model):
             for tokens in track(batches, title, len(batches)):
-                backward(model, tokens, loss)
+                backward(model, tokens, log_likelihood)
     finally:
         for hook in hooks:
             hook.remove()
@@ -157,12 +157,15 @@ def part_sizes(outputs: int) -> list[int]:
 
 
 @torch.no_grad()
-def _drawn(hidden: Tensor, table: Tensor, draw: torch.Generator) -> Tensor:
-    """Ids (B, T) drawn from the predictions of final hidden states (B, T, C) with a head (V, C)."""
+def _score_of_drawn(hidden: Tensor, table: Tensor, draw: torch.Generator) -> Tensor:
+    """The gradient (B, T, C), by final hidden states (B, T, C), of the log-likelihood of tokens
+    that are drawn from their predictions with a head (V, C)."""
     rows = hidden.flatten(0, 1)
     uniform = torch.rand(len(rows), 1, generator=draw).to(rows.device)
-    n, ids = chunk_rows(len(rows), len(table)), []
+    n, scores = chunk_rows(len(rows), len(table)), []
     for x, share in zip(torch.split(rows, n), torch.split(uniform, n), strict=True):
-        up_to = (x @ table.T).float().softmax(-1).cumsum(-1)
-        ids.append(torch.searchsorted(up_to, share * up_to[:, -1:]).clamp_(max=len(table) - 1))
-    return torch.cat(ids).view(hidden.shape[:2])
+        predicted = (x @ table.T).float().softmax(-1)
+        up_to = predicted.cumsum(-1)
+        drawn = torch.searchsorted(up_to, share * up_to[:, -1:]).clamp_(max=len(table) - 1)
+        scores.append(table[drawn[:, 0]] - predicted.to(table.dtype) @ table)
+    return torch.cat(scores).view(hidden.shape)
