@@ -9,6 +9,7 @@ from lathe.data.tokens import read_data_metadata
 from lathe_base.config.settings import ExportSettings
 from lathe_base.errors import Code, UserError
 from lathe_base.inputs import read_text
+from lathe_serving.runtime.text import bos_ids
 
 HELD_OUT = "heldout.txt"
 HELD_OUT_CHARACTERS = 1_000_000  # enough prompts, however large the file is
@@ -31,7 +32,8 @@ def shares(settings: ExportSettings, n_positions: int) -> tuple[int, int]:
 
 
 def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> list[list[int]]:
-    """`n` excerpts of the held-out text, of 4 to `min(64, longest)` tokens.
+    """`n` excerpts of the held-out text, of 4 to `min(64, longest)` tokens, each of which begins
+    with the token that the tokenizer prepends to a text, if it does.
 
     Raises:
         UserError: `data` is not the output of prepare, or has too little held-out text; prompts
@@ -61,4 +63,8 @@ def held_out_prompts(tokenizer: Tokenizer, data: Path, n: int, longest: int) -> 
             Code.TOO_LITTLE_DATA,
         )
     starts = np.linspace(0, len(tokens) - longest, n).astype(int)
-    return [tokens[a : a + k] for a, k in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    bos = bos_ids(tokenizer)
+    return [
+        [*bos, *tokens[a : a + k - len(bos)]]
+        for a, k in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from lathe.export import proof
 from lathe.export.export import export
+from lathe.export.prompts import held_out_prompts
 from lathe.export.proof import ProofError, _compare_greedy, count_kernels, prove
 from lathe.model.config import GPTConfig
 from lathe.model.folder import checkpoint_digest
@@ -45,6 +46,7 @@ from tests.support.small_export import (
     write_unproven,
 )
 from tests.support.tables import quick_only
+from tests.support.tokenizers import metaspace_tokenizer
 
 RECIPE = Recipe(Export=ExportSettings(prompts=6, new_tokens=12))
 PROMPTS = [random_tokens(4 + 5 * n, seed=n).tolist() for n in range(6)]
@@ -53,6 +55,14 @@ PROMPTS = [random_tokens(4 + 5 * n, seed=n).tolist() for n in range(6)]
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return write_held_out(tmp_path / "data")
+
+
+def test_prompts_begin_as_texts_do(data: Path) -> None:
+    plain, begun = (
+        held_out_prompts(metaspace_tokenizer(puts_bos), data, 5, 16) for puts_bos in (False, True)
+    )
+    assert [len(prompt) for prompt in begun] == [len(prompt) for prompt in plain]
+    assert begun == [[1, *prompt[:-1]] for prompt in plain]
 
 
 # Relative to the standard deviation of the logits.
