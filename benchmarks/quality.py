@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 from lathe.compress.quantize import gptq_text, quantize
 from lathe.compress.sensitivity.analyze import analyze
+from lathe.data.tokens import TokenDataset
 from lathe.evaluate.evaluate import evaluate
 from lathe.evaluate.evaluation_folder import read_metrics
 from lathe.export.formats import gguf
@@ -241,6 +242,13 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("smollm2", ["Engine.max_steps=0", *overrides])
 
 
+def opened(reference: Path, data: Path) -> tuple[Checkpoint, TokenDataset]:
+    """The reference, and a data set as it reads it."""
+    checkpoint = load_checkpoint(reference)
+    tokens = open_data(data, recipe(), checkpoint.model.config, checkpoint.tokenizer)
+    return checkpoint, tokens
+
+
 def packed_megabytes(model: GPT, grid_bytes: float = 0) -> float:
     """MB of a model's weights: integers, a 16-bit scale a group, 16 bits for every float.
 
@@ -332,8 +340,7 @@ def by_peer(
     def make(folder: Path) -> Path:
         text = folder.parents[2] / f"calibration-{text_name}.npy"
         if not text.is_file():
-            checkpoint = load_checkpoint(reference)
-            tokens = open_data(data, recipe(), checkpoint.model.config, checkpoint.tokenizer)
+            checkpoint, tokens = opened(reference, data)
             rows = gptq_text(recipe(), checkpoint, tokens, choose_device(recipe()))
             np.save(text, torch.cat(rows).numpy())
         folder.mkdir(parents=True, exist_ok=True)
@@ -346,8 +353,7 @@ def by_peer(
 
 def calibration(reference: Path, data: Path) -> list[Tensor]:
     """The batches that GPTQ reads of the training text."""
-    settings, checkpoint = recipe(), load_checkpoint(reference)
-    tokens = open_data(data, settings, checkpoint.model.config, checkpoint.tokenizer)
+    settings, (_, tokens) = recipe(), opened(reference, data)
     parts = first_batches(settings, tokens, settings.Compress.Quantization.gptq_batches)
     return [torch.from_numpy(part) for part in parts]
 

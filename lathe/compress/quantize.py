@@ -159,7 +159,8 @@ def gptq_text(
     needed = whole_bytes(start.model, rows) + CACHE_BYTES
     device, _ = device_with_room(recipe, device, "text for GPTQ", {WHOLE: needed})
     with on(device, start.model):
-        first, *_ = *bos_ids(start.tokenizer), start.eos_id
+        bos = bos_ids(start.tokenizer)
+        first = bos[0] if bos else start.eos_id
         written = generated_text(start.model, rows, length, first, recipe.Global.seed)
     return [*read, *torch.split(written, len(read[0]))]
 

@@ -121,7 +121,8 @@ class TrainBatches:
         count = max(steps, recipe.Engine.max_steps) * batch.total
         packs = recipe.Data.reset_attention if packs is None else packs
         self.samples = draw(training, settings.max_seq_len, count, recipe.Global.seed, packs)
-        self.has_masks, self._bos = any(part.has_mask for _, part in data.parts), data.bos
+        self.has_masks = any(part.has_mask for _, part in data.parts)
+        self._bos = data.bos
         self.samples_per_epoch = self.samples.per_epoch
         self._thread = ThreadPoolExecutor(1, "batches")
         self._step: int | None = None
@@ -258,7 +259,8 @@ class EvalBatches:
         self.count = min(available, batch_size * batches)
         if self.count >= batch_size:
             self.count -= self.count % batch_size
-        self.has_masks, self._bos = any(part.has_mask for _, part in data.parts), data.bos
+        self.has_masks = any(part.has_mask for _, part in data.parts)
+        self._bos = data.bos
         self.samples: Samples | ChatSamples | BlendedSamples | None = None
         self._rows: list[NDArray[np.intp]] = []  # of each micro-batch
         self._sets: list[str] = []
