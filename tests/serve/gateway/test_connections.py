@@ -48,7 +48,7 @@ def test_idle_and_partial_requests_are_closed(server: TritonServer) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_long_answer_is_not_idle(server: TritonServer) -> None:
-    body = LONG | {"prompt": [*"abc"], "n": 4, "max_tokens": 1020}  # one after another
+    body = LONG | {"prompt": [*"abcdefgh"], "n": 4, "max_tokens": 1020}  # one after another
     with opened(server) as address:
         started = time.monotonic()
         assert post(address, body).status_code == 200
