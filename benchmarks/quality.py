@@ -201,37 +201,34 @@ class Text:
         checkpoint = load_checkpoint(reference)
         bos = bos_ids(checkpoint.tokenizer)
         ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
-        body = torch.tensor(ids[: n * (length - len(bos))]).view(n, -1)
+        size = length - len(bos)
+        n = min(n, len(ids) // size)
+        body = torch.tensor(ids[: n * size]).view(n, size)
         self.windows = torch.cat([torch.tensor(bos).expand(n, -1).long(), body], 1)
-        # In half precision, whose errors of log-probabilities are random: they average out in KL.
-        self.reference = [self._logprobs(checkpoint.model, row).half() for row in self.windows]
-        self.loss = self._losses(self.reference)
+        # Not its predictions, which are a hundred times as large.
+        self.reference = checkpoint.model
+        with torch.no_grad():
+            self.hidden = [self.reference.hidden(row[None]) for row in self.windows]
 
-    @staticmethod
     @torch.no_grad()
-    def _logprobs(model: nn.Module, window: Tensor) -> Tensor:
-        logits: Tensor = model(window[None])[0, :-1]
-        return logits.float().log_softmax(-1)
-
-    def _losses(self, logprobs: Sequence[Tensor]) -> NDArray[np.float64]:
-        """Mean loss of each window."""
-        pairs = zip(logprobs, self.windows, strict=True)
-        return np.array([float(-p.float().gather(1, w[1:, None]).mean()) for p, w in pairs])
-
-    def compare(self, model: nn.Module) -> dict[str, float]:
+    def compare(self, model: GPT) -> dict[str, float]:
         """The fields of `Figures` that are measured on the text."""
-        losses, kl, same = [], [], []
-        for window, reference in zip(self.windows, self.reference, strict=True):
-            found, expected = self._logprobs(model, window), reference.float()
-            losses.append(float(-found.gather(1, window[1:, None]).mean()))
+        losses, apart, kl, same = [], [], [], []
+        for window, hidden in zip(self.windows, self.hidden, strict=True):
+            expected, found = (
+                logits[0, :-1].float().log_softmax(-1)
+                for logits in (self.reference.head(hidden), model(window[None]))
+            )
+            loss, before = (-float(x.gather(1, window[1:, None]).mean()) for x in (found, expected))
+            losses.append(loss)
+            apart.append(loss - before)
             kl.append(float((expected.exp() * (expected - found)).sum(1).mean()))
             same.append(float((expected.argmax(1) == found.argmax(1)).double().mean()))
-        apart = np.array(losses) - self.loss
-        change = math.exp(apart.mean())
+        change = math.exp(np.mean(apart))
         return {
             "perplexity": math.exp(np.mean(losses)),
             "change": change - 1,
-            "change_stderr": change * float(apart.std(ddof=1)) / math.sqrt(len(apart)),
+            "change_stderr": change * float(np.std(apart, ddof=1)) / math.sqrt(len(apart)),
             "kl": float(np.mean(kl)),
             "agreement": float(np.mean(same)),
         }

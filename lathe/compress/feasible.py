@@ -53,11 +53,14 @@ def require_possible(
     kinds = {"heads": (heads, 1), "channels": (config.n_inner, settings.channel_multiple)}
     unmet, gone = [], 0
     for name, (units, multiple) in kinds.items():
-        removed = sum(n - kept_units(n, settings.ratio, multiple) for n in units)
+        wanted = sum(units) * settings.ratio
+        if settings.scope == "global":  # rounded once
+            removed, step = min(round(wanted), sum(n - 1 for n in units)), multiple
+        else:  # in every layer, and may be much less than wanted
+            removed = sum(n - kept_units(n, settings.ratio, multiple) for n in units)
+            step = multiple * len(units)
         gone += removed
-        # Rounded in every layer, a ratio may remove much less than it says: warn from a step per
-        # layer on.
-        if not removed or sum(units) * settings.ratio - removed >= multiple * len(units):
+        if not removed or wanted - removed >= step:
             unmet.append(
                 f"{name}: Compress.Prune.ratio={settings.ratio} removes {removed} of "
                 f"{sum(units)}, because each layer has {shown(units)}, keeps at least one, and "

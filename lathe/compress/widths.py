@@ -85,9 +85,9 @@ def choose_uniform(scores: Importance, ratio: float, multiple: int = 1) -> list[
 def choose_global(
     scores: Importance, cost: Cost, ratio: float, multiple: int = 1, comparable: bool = False
 ) -> list[KeptUnits]:
-    """Remove the units with the lowest score per cost, in any layer, until as much cost is removed
-    as by `choose_uniform`, so that the two can be compared at the same size. At least one head and
-    `multiple` channels per layer stay.
+    """Remove the units with the lowest score per cost, in any layer, until `ratio` of the cost of
+    all is gone, or as near to it as whole units come. At least one head and `multiple` channels
+    per layer stay.
 
     Args:
         multiple: channels are removed in steps that leave a multiple of it.
@@ -97,17 +97,15 @@ def choose_global(
     """
     heads = [_Group(s, 1, cost.head, comparable) for s in scores.heads]
     channels = [_Group(s, multiple, cost.channel, comparable) for s in scores.channels]
-    uniform = choose_uniform(scores, ratio, multiple)
-    gone_heads = sum(len(s) - len(u.heads) for s, u in zip(scores.heads, uniform, strict=True))
-    gone_channels = sum(
-        len(s) - len(u.channels) for s, u in zip(scores.channels, uniform, strict=True)
+    of_heads, of_channels = (
+        ratio * unit * sum(len(s) for s in layers)
+        for layers, unit in ((scores.heads, cost.head), (scores.channels, cost.channel))
     )
-    budgets = gone_heads * cost.head, gone_channels * cost.channel
     if comparable:
-        _remove(heads + channels, sum(budgets))
+        _remove(heads + channels, of_heads + of_channels)
     else:
-        _remove(heads, budgets[0])
-        _remove(channels, budgets[1])
+        _remove(heads, of_heads)
+        _remove(channels, of_channels)
     return [
         KeptUnits(of_head.kept(), of_channel.kept())
         for of_head, of_channel in zip(heads, channels, strict=True)

@@ -89,11 +89,7 @@ def test_global_removes_the_budget_and_nothing_better(
 ) -> None:
     given_scores, cost = scores(seed), Cost(head=50.0, channel=2.0)
     kept = choose_global(given_scores, cost, ratio, multiple, comparable)
-    uniform = choose_uniform(given_scores, ratio, multiple)
-    wanted = removed = 0.0
-    for by_uniform in uniform:
-        wanted += (4 - len(by_uniform.heads)) * cost.head
-        wanted += (96 - len(by_uniform.channels)) * cost.channel
+    wanted, removed = ratio * 3 * (4 * cost.head + 96 * cost.channel), 0.0
     for heads, channels, layer in zip(given_scores.heads, given_scores.channels, kept, strict=True):
         assert len(layer.heads) >= 1 and len(layer.channels) >= multiple
         assert len(layer.channels) % multiple == 0
@@ -107,6 +103,18 @@ def test_global_removes_the_budget_and_nothing_better(
         cost.head, multiple * cost.channel
     )  # the last head of a layer is always kept
     assert abs(removed - wanted) <= largest + 3 * multiple * cost.channel
+
+
+def test_global_removes_the_share_where_no_layer_could_round_to_it() -> None:
+    """An eighth of three heads is none, of all parameters as many as asked for."""
+    given_scores, cost = scores(0), Cost(head=50.0, channel=2.0)
+    few = Importance([x[:3] for x in given_scores.heads], given_scores.channels)
+    kept = choose_global(few, cost, 0.125, comparable=True)
+    removed = sum(
+        (3 - len(layer.heads)) * cost.head + (96 - len(layer.channels)) * cost.channel
+        for layer in kept
+    )
+    assert removed == pytest.approx(0.125 * 3 * (3 * 50 + 96 * 2), abs=cost.head / 2)
 
 
 def test_global_takes_from_the_layer_that_matters_least() -> None:
