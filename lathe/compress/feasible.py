@@ -55,7 +55,8 @@ def require_possible(
     for name, (units, multiple) in kinds.items():
         wanted = sum(units) * settings.ratio
         if settings.scope == "global":  # rounded once
-            removed, step = min(round(wanted), sum(n - 1 for n in units)), multiple
+            most = sum(n - min(n, multiple) for n in units)
+            removed, step = min(multiple * round(wanted / multiple), most), multiple
         else:  # in every layer, and may be much less than wanted
             removed = sum(n - kept_units(n, settings.ratio, multiple) for n in units)
             step = multiple * len(units)

@@ -80,8 +80,21 @@ def test_one_key_value_head_is_not_pruned_silently() -> None:
     (unmet,) = require_possible(PruneSettings(ratio=0.5), one)
     assert unmet.startswith("heads: Compress.Prune.ratio=0.5 removes 0 of 2, because each layer")
     assert require_possible(PruneSettings(ratio=0.5, head_unit="query"), one) == []
+    everywhere = PruneSettings(ratio=0.5, scope="global")
+    (unmet,) = require_possible(everywhere, one)
+    assert unmet.startswith("heads: Compress.Prune.ratio=0.5 removes 0 of 2, because each layer")
     with raises(Code.INVALID_VALUE, "layers is 1", "1 layers"):
         require_possible(PruneSettings(layers=1), small_config(n_head=(4,), n_inner=(96,)))
+
+
+def test_a_global_ratio_is_not_rounded_in_every_layer() -> None:
+    few = small_config(n_head=(3,) * 8, n_inner=(96,) * 8)
+    (unmet,) = require_possible(PruneSettings(ratio=0.125), few)
+    assert unmet.startswith("heads: Compress.Prune.ratio=0.125 removes 0 of 24")
+    assert require_possible(PruneSettings(ratio=0.125, scope="global"), few) == []
+    wide = PruneSettings(ratio=0.03, scope="global", channel_multiple=64)  # 23 of 768 channels
+    (unmet,) = require_possible(wide, few)
+    assert unmet.startswith("channels: Compress.Prune.ratio=0.03 removes 0 of 768")
 
 
 def test_a_recipe_names_the_widths_of_layers(

@@ -8,7 +8,7 @@ from lathe_serving.client import Client
 from lathe_serving.client.async_client import AsyncClient
 from lathe_serving.server import TritonServer
 from tests.support.errors import raises
-from tests.support.server_metrics import expect_cancelled, figures
+from tests.support.server_metrics import expect_cancelled
 
 
 def test_many_tasks_get_what_a_client_gets(url: str, client: Client) -> None:
@@ -46,16 +46,20 @@ def test_errors_are_the_clients(url: str) -> None:
 def test_a_cancelled_task_frees_its_slot(server: TritonServer, url: str, client: Client) -> None:
     async def leave() -> None:
         async with AsyncClient(url, "gpt") as asynchronous:
-            tasks = [
-                asyncio.create_task(asynchronous.generate("x", max_tokens=1000, min_tokens=1000))
-                for _ in range(8)  # twice the slots: a fast machine needs a while
-            ]
-            while not await asyncio.to_thread(lambda: figures(server)["lathe_running"]):
-                assert not all(task.done() for task in tasks)
+            long, has_begun = {"max_tokens": 1000, "min_tokens": 1000}, asyncio.Event()
+
+            async def read() -> None:
+                async for _ in asynchronous.stream("x", **long):
+                    has_begun.set()
+
+            whole = [asyncio.create_task(asynchronous.generate("x", **long)) for _ in range(3)]
+            tasks = [*whole, asyncio.create_task(read())]  # all slots
+            await asyncio.wait_for(has_begun.wait(), 60)
+            assert not any(task.done() for task in tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    with expect_cancelled(server, 8 * 1000):
+    with expect_cancelled(server, 4 * 1000):
         asyncio.run(leave())
         client.generate("b", max_tokens=1)
