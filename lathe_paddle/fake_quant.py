@@ -104,7 +104,7 @@ def _fake_quantize(x: Tensor, scale: Tensor, high: int) -> Tensor:
 def _weight_format(plan: QuantizationPlan) -> WeightFormat:
     """The weight format of the block linears. PaddleSlim quantizes all of them alike, weight and
     input together."""
-    if plan.cache_scales:
+    if plan.kv_cache_bits:
         raise UserError(
             "the model has an INT8 KV cache, which PaddleSlim does not support",
             "use Compress.engine=torch",

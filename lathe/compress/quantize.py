@@ -178,7 +178,7 @@ def insert_fake_quantization(
         make_plan(config, settings, formats),
         position_embedding=settings.quantize_embedding
         and config.architecture.positions == "learned",
-        cache_scales=dict.fromkeys(config.cached_parts() if settings.kv_cache_bits else (), 0.0),
+        kv_cache_bits=settings.kv_cache_bits,
     )
     trainable = with_dropout(model, recipe.Model)
     fake_quant.insert(trainable, plan, settings.activation_preprocess_type == "PACT")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort  # type: ignore[import-untyped]
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel
 
 from lathe.data.chat_template import FIX, sample_chat
@@ -175,17 +174,13 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     graph.save(folder / MODEL)
     head = padded_head(config)
     if prefix := checkpoint.model.prefix:
-        rows = torch.cat([x[part] for part in (0, 1) for x in prefix])  # (heads, tokens, D)
-        # -1, a zero of a padded head, becomes the index of the feature that is appended as 0.
-        places = torch.tensor(head.features) % (config.head_dim + 1)
-        stored = F.pad(rows, (0, 1))[..., places].numpy()
-        if config.quantization and (scales := config.quantization.cache_scales):
-            # The integers of an INT8 cache; the heads of all layers' keys come first.
-            names = config.cached_parts()
-            parts = [scales[name] for name in (*names[::2], *names[1::2])]
-            repeated = np.repeat(np.array(parts, np.float32), config.n_kv_head * 2)
-            stored = np.rint(stored / repeated[:, None, None]).clip(-128, 127).astype(np.int8)
-        np.save(folder / PREFIX, stored)
+        # The heads of all layers' keys come first: (heads, tokens, D).
+        stored = torch.cat([x[part] for part in (0, 1) for x in prefix]).numpy()
+        if config.quantization and config.quantization.kv_cache_bits:
+            names, tensors = config.cached_parts(), dict(checkpoint.model.named_buffers())
+            scales = torch.cat([tensors[f"{name}.scale"] for name in (*names[::2], *names[1::2])])
+            stored = np.rint(stored / scales.numpy()[:, None]).astype(np.int8)
+        np.save(folder / PREFIX, head.padded(stored, 0))
     write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
     metadata = {
@@ -225,8 +220,15 @@ class GraphWeights(Mapping[str, Weight]):
             for name, parameter in model.named_parameters()
             if "observer" not in name and not name.startswith("head_input")
         }
+        self._cache_scales = {
+            name: buffer.numpy()
+            for name, buffer in model.named_buffers()
+            if name.endswith(".scale")
+        }
 
     def __getitem__(self, name: str) -> Weight:
+        if name in self._cache_scales:
+            return self._cache_scales[name]  # float32, whatever the type of the weights
         tensor = by_projection(self._tensors[name], self._config, name)
         if name.endswith(".weight") and self._config.architecture.find_linear(name) is not None:
             tensor = tensor.T
@@ -235,10 +237,10 @@ class GraphWeights(Mapping[str, Weight]):
         return weight
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter({**self._tensors, **self._cache_scales})
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._tensors) + len(self._cache_scales)
 
 
 def _write_metadata(folder: Path, metadata: dict[str, Any]) -> None:

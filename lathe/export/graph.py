@@ -167,7 +167,7 @@ class Graph:
         if config.n_prefix:
             inputs.append(_value(PREFIX_LENGTH, int64))
         outputs = [_value("logits", TensorProto.FLOAT, "batch", "k", config.vocab_size)]
-        cache_type = TensorProto.INT8 if self.plan and self.plan.cache_scales else self.dtype
+        cache_type = TensorProto.INT8 if self.plan and self.plan.kv_cache_bits else self.dtype
         for rows, prefix in (("rows", ""), (1, "chunk_")):  # the two caches of a mixed step
             size = padded_head(config).size
             for (i, n_head), part in product(enumerate(config.n_kv_head), PARTS):
@@ -231,6 +231,11 @@ class PaddedHead:
     def is_plain(self) -> bool:
         """Whether it has no zeros."""
         return -1 not in self.features
+
+    def padded(self, rows: NDArray[Any], value: float) -> NDArray[Any]:
+        """Rows (..., D) of the model's features -> (..., size), with `value` for a zero."""
+        ends = np.full((*rows.shape[:-1], 1), value, rows.dtype)
+        return np.concatenate((rows, ends), -1)[..., self.features]  # -1 is the end
 
 
 def padded_head(config: GPTConfig) -> PaddedHead:
@@ -320,7 +325,7 @@ class _IfBranch:
         rounded: dict[str, Any] = {}
         if self.heads.cache_scales:
             inputs += [""] * (SCALES_INPUT - len(inputs)) + [*self.heads.cache_scales]
-            kinds = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_TENSOR")
+            kinds = dict.fromkeys(("k_quant_type", "v_quant_type"), "PER_CHANNEL")
             rounded = {**kinds, "kv_cache_bit_width": 8}
         return self.add_many(
             "GroupQueryAttention",

@@ -133,9 +133,9 @@ def attention(g: Graph, layer: int, x: str) -> str:
     rotary = _rotary_caches(g, kind.rope, head) if kind.rope else ()
     n_head, n_kv_head = config.n_head[layer], config.n_kv_head[layer]
     cached: tuple[str, ...] = ()
-    if g.plan and g.plan.cache_scales:
+    if g.plan and g.plan.kv_cache_bits:
         cached = tuple(
-            g.constant(f"{part}.scale", np.array([g.plan.cache_scales[part]], np.float32))
+            g.constant(f"{part}.scale", head.padded(g.weights[f"{part}.scale"], 1)[None, :, None])
             for part in family.cached_parts(layer)
         )
     heads = LayerHeads(n_head, n_kv_head, config.score_scale, kind.window, rotary, cached)

@@ -299,7 +299,7 @@ def _rounds_inputs(model: GPT) -> bool:
     """Whether a linear has a quantized input, or attention quantized keys and values; int8 weights
     alone leave the arithmetic in float."""
     plan = model.config.quantization
-    return plan is not None and bool(plan.integer_linears or plan.cache_scales)
+    return plan is not None and bool(plan.integer_linears or plan.kv_cache_bits)
 
 
 @contextmanager

@@ -195,8 +195,8 @@ def describe_formats(config: GPTConfig) -> dict[str, str]:
     for name in (*config.linear_names(), HEAD):
         linear_format = plan.linears.get(name) if plan else None
         by_format.setdefault(str(linear_format or "float"), []).append(name)
-    if plan and plan.cache_scales:
-        by_format["INT8, two scales per layer"] = ["keys and values in the KV cache"]
+    if plan and plan.kv_cache_bits:
+        by_format["INT8, a scale per channel"] = ["keys and values in the KV cache"]
     if plan and plan.position_embedding:
         by_format["INT8 per position"] = [config.architecture.embeddings[1]]
     return {fmt: abbreviated(names, config.n_layer) for fmt, names in by_format.items()}

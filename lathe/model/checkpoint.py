@@ -105,6 +105,13 @@ def load_checkpoint(folder: Path | str | CheckpointFolder) -> Checkpoint:
     model.load_state_dict(state, assign=True)
     if config.quantization is not None:
         fake_quant.insert(model, config.quantization)
+    for name, module in model.named_modules():
+        if isinstance(module, fake_quant.CacheRounding):
+            stored = f"{name}.scale"
+            scale = tensors.pop(stored).float()
+            if not (scale.isfinite() & (scale > 0)).all():
+                raise UserError(f"{files[0]}: {stored} is not positive", HINT, Code.MALFORMED)
+            module.scale.copy_(scale)
     return Checkpoint(source, model.eval(), source.tokenizer)
 
 
@@ -172,7 +179,7 @@ class HFTensors(Mapping[str, Tensor]):
                 for part, stored in enumerate(model.config.architecture.stored_names(name)):
                     self._stored[stored] = name, parameter.detach(), part
         for name, buffer in model.named_buffers():
-            if name.endswith(".prefix"):
+            if name.endswith((".prefix", ".scale")):  # of an INT8 KV cache
                 self._stored[name] = name, buffer, 0
 
     def __getitem__(self, stored: str) -> Tensor:

@@ -215,12 +215,16 @@ class GPTConfig:
 
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor in a checkpoint's files: HF's, names without the prefix,
-        and the keys and values of `prefix_tokens`."""
+        the keys and values of `prefix_tokens`, and the scales of an INT8 KV cache."""
         yield from self.parameter_shapes()
         if self.prefix_tokens:
             for i, groups in enumerate(self.n_kv_head):
                 name = f"{self.architecture.attention(i)}.prefix"
                 yield name, (2, groups, self.n_prefix, self.head_dim)
+        if self.quantization and self.quantization.kv_cache_bits:
+            for i, groups in enumerate(self.n_kv_head):
+                for part in self.architecture.cached_parts(i):
+                    yield f"{part}.scale", (groups, self.head_dim)
 
     def parameter_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, shape) of every tensor in HF's files, names without the prefix."""

@@ -7,7 +7,8 @@ more coarsely. Weights are symmetric, with one scale per output channel (or per 
 from the weight itself. Dynamic INT8, and INT4: weights have a scale for every group of inputs, and
 so have activations, computed from each token, as in onnxruntime's `MatMulNBits` (accuracy level 4).
 INT8 with a scale per token: the activations of each token have one scale, and weights those of
-static INT8. `lathe.model.integer_weights` rounds the weights.
+static INT8. Keys and values of the KV cache have a static scale per channel.
+`lathe.model.integer_weights` rounds the weights.
 """
 
 import logging
@@ -32,6 +33,10 @@ from lathe.model.quantization import (
 )
 
 log = logging.getLogger("lathe")
+
+CACHE_MARGIN = 1.25
+"""Range of a channel of cached keys or values, in units of its largest magnitude in calibration
+text: other text exceeds that in some channels. Norms of pairs are exceeded more seldom."""
 
 
 class Observer(nn.Module):
@@ -83,6 +88,54 @@ class Observer(nn.Module):
             return x  # later layers are calibrated on float activations
         low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
         return round_to_levels(x, (self.bound / high).to(x.dtype), low, high)
+
+
+class CacheRounding(nn.Module):
+    """Rounds keys or values to INT8 as they enter the KV cache, with a static scale for every
+    channel of every head, which `calibrate` sets.
+
+    Rotary positions turn every pair of a key's channels by an angle that grows with the position,
+    so that a channel's values further on in a text are those of its partner in the calibration
+    text. Both have the range of the pair's largest norm, which rotation keeps.
+
+    Attributes:
+        scale: (G, D); 0 means not known yet. A DTensor under tensor parallelism.
+        n_rotated: number of a head's first channels that rotary positions turn, i and i +
+            n_rotated / 2 together.
+        peaks: while calibrating, the ranges (G, D) so far; None otherwise.
+    """
+
+    scale: Tensor
+
+    def __init__(self, n_heads: int, head_dim: int, n_rotated: int) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.zeros(n_heads, head_dim))
+        self.n_rotated = n_rotated
+        self.peaks: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fake-quantize x (..., G, T, D); while calibrating, only track its ranges."""
+        if self.peaks is not None:
+            found = self._ranges(x.detach())
+            self.peaks = torch.maximum(self.peaks, found.to(self.peaks.device))
+            return x  # later layers are calibrated on float keys and values
+        scale: Tensor = self.scale.to_local() if hasattr(self.scale, "to_local") else self.scale
+        low, high = -ACTIVATION_LEVELS - 1, ACTIVATION_LEVELS
+        return round_to_levels(x, scale[:, None].to(x.dtype), low, high)
+
+    def _ranges(self, x: Tensor) -> Tensor:
+        turned, kept = x[..., : self.n_rotated], x[..., self.n_rotated :]
+        norms = torch.hypot(*turned.chunk(2, dim=-1))
+        found = torch.cat((norms, norms, CACHE_MARGIN * kept.abs()), -1)
+        return found.amax(-2).reshape(-1, *self.scale.shape).amax(0)
+
+    def set_scale(self) -> None:
+        """End calibration: set the scales from the ranges."""
+        assert self.peaks is not None
+        # A channel that is always zero gets any scale but 0, by which values are divided.
+        ranges = torch.where(self.peaks > 0, self.peaks, torch.ones_like(self.peaks))
+        self.scale.copy_(ranges / ACTIVATION_LEVELS)
+        self.peaks = None
 
 
 class RoundGroups(nn.Module):
@@ -190,8 +243,13 @@ def insert(model: GPT, plan: QuantizationPlan, pact: bool = False) -> None:
     if plan.position_embedding:
         for table in model.config.architecture.embeddings[1:]:
             _quantize_table(model, table, INT8)
-    for name, scale in plan.cache_scales.items():
-        replace_module(model, name, Observer(scale))
+    if plan.kv_cache_bits:
+        config = model.config
+        for layer, (heads, kind) in enumerate(zip(config.n_kv_head, config.kinds, strict=True)):
+            key, value = config.architecture.cached_parts(layer)
+            n_rotated = kind.rope.n_rotated(config.head_dim) if kind.rope else 0
+            replace_module(model, key, CacheRounding(heads, config.head_dim, n_rotated))
+            replace_module(model, value, CacheRounding(heads, config.head_dim, 0))
 
 
 def _quantize_table(model: GPT, name: str, fmt: WeightFormat) -> None:
@@ -212,7 +270,8 @@ def make_observer(fmt: LinearFormat, pact: bool = False) -> Observer | RoundGrou
 def inserted(model: GPT, plan: QuantizationPlan) -> Iterator[None]:
     """`insert` for the duration of a `with` block; afterwards the model is as before."""
     config = model.config
-    names = [*(n for n in plan.linears if n != HEAD), *plan.cache_scales]
+    names = [n for n in plan.linears if n != HEAD]
+    names += config.cached_parts() if plan.kv_cache_bits else []
     names += [*config.tables, *config.architecture.embeddings[1:]]
     head_input, before = model.head_input, {name: model.get_submodule(name) for name in names}
     insert(model, plan)
@@ -266,21 +325,26 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
     """Set every observer's range to the mean over all texts of the largest magnitude in each, with
-    quantized weights and float activations.
+    quantized weights and float activations; and the scales of the KV cache.
 
     The maximum over all texts, or over those of a batch, would grow with their number because of
-    rare tokens, and round all others more coarsely.
+    rare tokens, and round all others more coarsely. Channels of the KV cache, of which each has few
+    values, get the maximum.
 
     Args:
         batches: tokens (B, T) each.
 
     Returns:
-        Module path -> scale; empty, without reading a batch, if no activation is quantized.
+        Module path -> scale of an observer; empty, without reading a batch, if no activation is
+        quantized.
     """
     observers_by_name = dict(observers(model))
-    if not observers_by_name:
+    caches = [module for module in model.modules() if isinstance(module, CacheRounding)]
+    if not observers_by_name and not caches:
         return {}
     model.eval()
+    for cache in caches:
+        cache.peaks = torch.zeros_like(cache.scale)
     for observer in observers_by_name.values():
         observer.peaks = []
     texts = [text for tokens in batches for text in torch.split(tokens, 1)]
@@ -300,6 +364,8 @@ def calibrate(model: GPT, batches: Iterable[Tensor]) -> dict[str, float]:
         if not observer.absmax:
             log.warning("the input of %s is zero in all calibration batches", name)
             observer.absmax.fill_(1.0)  # any scale will do, but not 0, by which values are divided
+    for cache in caches:
+        cache.set_scale()
     return {name: observer.scale for name, observer in observers_by_name.items()}
 
 
@@ -309,7 +375,7 @@ def _tracked(device: torch.device, module: nn.Module, states: Sequence[Tensor]) 
     def compute(x: Tensor) -> Tensor:
         for _, observer in observers(module):
             assert observer.peaks is not None
-            observer.peaks.append(x.new_zeros(()))  # keys are cached for a prefix and for the text
+            observer.peaks.append(x.new_zeros(()))
         y: Tensor = module(x)
         return y
 
@@ -318,8 +384,7 @@ def _tracked(device: torch.device, module: nn.Module, states: Sequence[Tensor]) 
 
 
 def observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
-    """Yield (path of the linear or `lm_head`, or of what rounds cached keys or values, its
-    observer)."""
+    """Yield (path of the linear or `lm_head`, its observer)."""
     for name, module in model.named_modules():
         if isinstance(module, Observer):
             yield (HEAD if name == "head_input" else name.removesuffix(".observer")), module

@@ -108,13 +108,13 @@ class QuantizationPlan:
             `lm_head` stands for the tied embedding too: one scale per vocabulary row.
         position_embedding: whether the position embedding is `INT8`, with a scale for every
             position.
-        cache_scales: module path (`h.0.attn.cached_key`, `h.0.attn.cached_value`) -> scale of the
-            INT8 keys or values of a layer, 0 if not known yet; empty if the KV cache is float.
+        kv_cache_bits: bits of cached keys and values, whose scales, one for every channel, are
+            tensors of the checkpoint (`h.0.attn.cached_key.scale`); None if the cache is float.
     """
 
     linears: dict[str, LinearFormat] = field(default_factory=dict)
     position_embedding: bool = False
-    cache_scales: dict[str, float] = field(default_factory=dict)
+    kv_cache_bits: Literal[8] | None = None
 
     @classmethod
     def w8a8(cls, scales: Mapping[str, float], weight: WeightFormat = INT8) -> "QuantizationPlan":
@@ -149,11 +149,10 @@ class QuantizationPlan:
         return min((x.weight.bits for x in self.linears.values()), default=8)
 
     def with_scales(self, scales: Mapping[str, float]) -> "QuantizationPlan":
-        """This plan with new scales for all quantized inputs and the KV cache."""
+        """This plan with new scales for all quantized inputs."""
         known = {name: scales[name] for name in self.activation_scales}
         changed = {n: replace(self.linears[n], activation_scale=s) for n, s in known.items()}
-        caches = {name: scales[name] for name in self.cache_scales}
-        return replace(self, linears=self.linears | changed, cache_scales=caches)
+        return replace(self, linears=self.linears | changed)
 
     def part(self, names: Iterable[str]) -> "QuantizationPlan":
         """The part of the plan for the linears `names`."""
@@ -181,8 +180,8 @@ class QuantizationPlan:
             values["linears"] = {name: asdict(x) for name, x in others.items()}
         if self.position_embedding:
             values["position_embedding"] = True
-        if self.cache_scales:
-            values["cache_scales"] = self.cache_scales
+        if self.kv_cache_bits:
+            values["kv_cache_bits"] = self.kv_cache_bits
         return values
 
 
@@ -229,7 +228,7 @@ class PlanJson(_PlanPart):
     activation_scales: dict[str, _Scale] = {}
     linears: dict[str, _LinearJson] = {}
     position_embedding: bool = False
-    cache_scales: dict[str, _Scale] = {}
+    kv_cache_bits: Literal[8] | None = None
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> "PlanJson":
@@ -249,4 +248,4 @@ class PlanJson(_PlanPart):
             )
             for name, x in self.linears.items()
         }
-        return QuantizationPlan({**plain, **others}, self.position_embedding, self.cache_scales)
+        return QuantizationPlan({**plain, **others}, self.position_embedding, self.kv_cache_bits)

@@ -32,6 +32,7 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
     distribute_module,
+    distribute_tensor,
 )
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
@@ -43,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lathe.model.block import rotary_table
-from lathe.model.fake_quant import FakeQuantLinear, RoundGroups
+from lathe.model.fake_quant import CacheRounding, FakeQuantLinear, RoundGroups
 from lathe.model.gpt import GPT, Embedding
 from lathe.model.lora import LoraLinear
 from lathe.train import float8
@@ -405,6 +406,15 @@ class _Replicated(ParallelStyle):
         return distribute_module(module, device_mesh, None, whole, local)  # type: ignore[arg-type]
 
 
+class _CacheScales(ParallelStyle):
+    """Divides the scales of cached keys or values like the heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, CacheRounding):
+            module.scale = distribute_tensor(module.scale, device_mesh, [Shard(0)])
+        return module
+
+
 def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
     residual = Shard(1) if stage.sequence_parallel else Replicate()
     column = _Column(input_layouts=residual)
@@ -417,6 +427,7 @@ def _tensor_parallel(stage: Stage, mesh: DeviceMesh) -> None:
         **dict.fromkeys((*family.embeddings, *config.tables), table),
         **dict.fromkeys((*family.block_norms, *family.output_norms, family.final_norm), norm),
         **dict.fromkeys(family.head_norms, head_sharding),
+        **dict.fromkeys(("cached_key", "cached_value"), _CacheScales()),
         **{linear.name: column if linear.style == "column" else row for linear in family.linears},
     }
     plan = {

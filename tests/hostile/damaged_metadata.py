@@ -195,8 +195,8 @@ PLANS: list[tuple[str, Any]] = [
     ("lathe.quantization.activation_scales.lm_head", "0.1"),
     ("lathe.quantization.activation_scales", {"h.7.attn.c_attn": 0.1}),
     ("lathe.quantization.activation_scales", []),
-    ("lathe.quantization.cache_scales", {"h.0.attn.cached_key": 0.1}),
-    ("lathe.quantization.cache_scales", {"h.0.attn.cached_key": -0.1}),
+    ("lathe.quantization.kv_cache_bits", 4),
+    ("lathe.quantization.kv_cache_bits", 8),  # without scales among the tensors
     ("lathe.quantization.weight_bits", 0),
     ("lathe.quantization.weight_bits", 3),
     ("lathe.quantization.activation_bits", 16),

@@ -235,8 +235,7 @@ def quantized(model: GPT, group_size: int = 0, bits: Bits = 4, int8_cache: bool 
     if group_size:
         grouped = LinearFormat(WeightFormat.grouped(group_size, bits), "dynamic_int8")
         forms = dict.fromkeys(forms, grouped)
-    parts = model.config.cached_parts() if int8_cache else ()
-    plan = QuantizationPlan(forms, cache_scales=dict.fromkeys(parts, 0.0))
+    plan = QuantizationPlan(forms, kv_cache_bits=8 if int8_cache else None)
     fake_quant.insert(model, plan)
     scales = fake_quant.calibrate(model, [TOKENS])
     model.config = model.config.with_quantization(plan.with_scales(scales))

@@ -72,8 +72,7 @@ def make_model(
             forms |= {name: grouped for name in names if name not in wide}
         if weight_only:
             forms = {name: replace(form, activation=None) for name, form in forms.items()}
-        parts = config.cached_parts() if int8_cache else ()
-        plan = QuantizationPlan(forms, HEAD in forms, dict.fromkeys(parts, 0.0))
+        plan = QuantizationPlan(forms, HEAD in forms, 8 if int8_cache else None)
         fake_quant.insert(model, plan)
         scales = fake_quant.calibrate(model, [random_tokens(4, 48, seed=3)])
         model.config = config.with_quantization(plan.with_scales(scales))

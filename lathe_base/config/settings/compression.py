@@ -146,9 +146,9 @@ class QuantizationSettings(Settings):
     activation_bits: Literal[8] = 8
     """Bits of a quantized activation; only 8 is supported."""
     kv_cache_bits: Literal[8] | None = None
-    """Bits of the keys and values that a server caches: 8, with one calibrated scale for a layer's
-    keys and one for its values, or null for float. A cache of 8 bits is a quarter as large, and
-    prompts are read more slowly; onnxruntime only, torch engine."""
+    """Bits of the keys and values that a server caches: 8, with a calibrated scale for every
+    channel, or null for float. A cache of 8 bits is a quarter as large, and prompts are read more
+    slowly; onnxruntime only, torch engine."""
     freeze_embedding: bool = False
     """Whether to freeze the token and position embeddings."""
     quantize_embedding: bool = False
