@@ -21,6 +21,7 @@ from lathe.export.model_graph import build
 from lathe.export.prompts import proof_prompts
 from lathe.export.proof import prove
 from lathe.export.prove import prove_files, prove_formats
+from lathe.model import fake_quant
 from lathe.model.checkpoint import Checkpoint, by_projection, load_checkpoint
 from lathe.model.config import GPTConfig, write_config
 from lathe.model.gpt import GPT
@@ -176,10 +177,9 @@ def write(checkpoint: Checkpoint, folder: Path, settings: ExportSettings) -> dic
     if prefix := checkpoint.model.prefix:
         # The heads of all layers' keys come first: (heads, tokens, D).
         stored = torch.cat([x[part] for part in (0, 1) for x in prefix]).numpy()
-        if config.quantization and config.quantization.kv_cache_bits:
-            names, tensors = config.cached_parts(), dict(checkpoint.model.named_buffers())
-            scales = torch.cat([tensors[f"{name}.scale"] for name in (*names[::2], *names[1::2])])
-            stored = np.rint(stored / scales.numpy()[:, None]).astype(np.int8)
+        if scales := [*fake_quant.cache_scales(checkpoint.model).values()]:
+            by_head = torch.cat((*scales[::2], *scales[1::2])).numpy()
+            stored = np.rint(stored / by_head[:, None]).astype(np.int8)
         np.save(folder / PREFIX, head.padded(stored, 0))
     write_config(folder, config)  # a Hugging Face folder keeps chat template and ends elsewhere
     save_tokenizer(checkpoint.tokenizer, folder / "tokenizer.json")
@@ -220,15 +220,11 @@ class GraphWeights(Mapping[str, Weight]):
             for name, parameter in model.named_parameters()
             if "observer" not in name and not name.startswith("head_input")
         }
-        self._cache_scales = {
-            name: buffer.numpy()
-            for name, buffer in model.named_buffers()
-            if name.endswith(".scale")
-        }
+        self._cache_scales = fake_quant.cache_scales(model)
 
     def __getitem__(self, name: str) -> Weight:
         if name in self._cache_scales:
-            return self._cache_scales[name]  # float32, whatever the type of the weights
+            return self._cache_scales[name].numpy()  # float32, whatever the type of the weights
         tensor = by_projection(self._tensors[name], self._config, name)
         if name.endswith(".weight") and self._config.architecture.find_linear(name) is not None:
             tensor = tensor.T

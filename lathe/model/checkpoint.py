@@ -105,13 +105,10 @@ def load_checkpoint(folder: Path | str | CheckpointFolder) -> Checkpoint:
     model.load_state_dict(state, assign=True)
     if config.quantization is not None:
         fake_quant.insert(model, config.quantization)
-    for name, module in model.named_modules():
-        if isinstance(module, fake_quant.CacheRounding):
-            stored = f"{name}.scale"
-            scale = tensors.pop(stored).float()
+        for name, scale in fake_quant.cache_scales(model).items():
+            scale.copy_(tensors.pop(name))
             if not (scale.isfinite() & (scale > 0)).all():
-                raise UserError(f"{files[0]}: {stored} is not positive", HINT, Code.MALFORMED)
-            module.scale.copy_(scale)
+                raise UserError(f"{files[0]}: {name} is not positive", HINT, Code.MALFORMED)
     return Checkpoint(source, model.eval(), source.tokenizer)
 
 
@@ -136,7 +133,8 @@ def save_checkpoint(
     def write_weights(path: Path) -> None:
         stored = model.config.architecture.stored_name
         # safetensors rejects views in another order than their memory's.
-        tensors = {stored(name): t.contiguous() for name, t in HFTensors(model).items()}
+        tensors = {**HFTensors(model), **fake_quant.cache_scales(model)}
+        tensors = {stored(name): tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, path, {"format": "pt"})
 
     write_folder(
@@ -168,7 +166,8 @@ class HFTensors(Mapping[str, Tensor]):
     out).
 
     Values are views if the layout allows it, otherwise copies made on access. Observers are
-    omitted, because the plan contains their scales.
+    omitted, because the plan contains their scales, and so are the scales of the KV cache, which
+    other formats do not have.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -179,7 +178,7 @@ class HFTensors(Mapping[str, Tensor]):
                 for part, stored in enumerate(model.config.architecture.stored_names(name)):
                     self._stored[stored] = name, parameter.detach(), part
         for name, buffer in model.named_buffers():
-            if name.endswith((".prefix", ".scale")):  # of an INT8 KV cache
+            if name.endswith(".prefix"):
                 self._stored[name] = name, buffer, 0
 
     def __getitem__(self, stored: str) -> Tensor:

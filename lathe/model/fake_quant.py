@@ -383,6 +383,13 @@ def _tracked(device: torch.device, module: nn.Module, states: Sequence[Tensor]) 
         return for_each(device, compute, states)
 
 
+def cache_scales(model: nn.Module) -> dict[str, Tensor]:
+    """The scales (G, D) of keys and values in the KV cache by their names in a checkpoint, those of
+    a layer's keys before those of its values; empty if the cache is float."""
+    modules = model.named_modules()
+    return {f"{name}.scale": x.scale for name, x in modules if isinstance(x, CacheRounding)}
+
+
 def observers(model: nn.Module) -> Iterator[tuple[str, Observer]]:
     """Yield (path of the linear or `lm_head`, its observer)."""
     for name, module in model.named_modules():

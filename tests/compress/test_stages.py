@@ -10,6 +10,7 @@ from lathe.compress.feasible import require_possible
 from lathe.compress.prune import prune
 from lathe.compress.quantize import quantize
 from lathe.data.tokens import TokenDataset
+from lathe.model import fake_quant
 from lathe.model.checkpoint import load_checkpoint
 from lathe.model.folder import checkpoint_digest
 from lathe.train.batches import EvalBatches
@@ -183,7 +184,7 @@ def test_quantized_checkpoint_computes_what_was_trained(
     assert len(plan.linears) == 8 - 2 + 1
     assert set(plan.integer_linears) == (set() if weight_only else set(plan.linears))
     assert plan.weight_bits == bits
-    scales = [x for name, x in model.named_buffers() if name.endswith(".scale")]
+    scales = fake_quant.cache_scales(model).values()
     assert len(scales) == (4 if cached else 0) and all((scale > 0).all() for scale in scales)
     tokens = TokenDataset.open(small_data)
     batches = EvalBatches(recipe, tokens, 8, 2)

@@ -47,7 +47,7 @@ from lathe_base.errors import Code, StageError
 from lathe_base.provenance import bundle
 from lathe_base.storage import sha256
 from tests.support.errors import raises
-from tests.support.families import FAMILIES, make, save
+from tests.support.families import FAMILIES, make, quantized, save
 from tests.support.small_export import make_model, write_held_out
 from tests.support.tables import quick_only
 
@@ -498,6 +498,21 @@ def test_rows_that_do_not_fill_blocks_are_float16(checkpoint: Make, tmp_path: Pa
     kinds = {t.name: t.tensor_type for t in GGUFReader(tmp_path / gguf.FILE).tensors}
     assert kinds["blk.0.ffn_down.weight"] == GGMLQuantizationType.F16
     assert kinds["blk.0.ffn_up.weight"] == GGMLQuantizationType.Q8_0
+
+
+@pytest.mark.parametrize("name", get_args(ExportFormat))
+def test_scales_of_the_kv_cache_are_in_the_checkpoint_alone(
+    name: ExportFormat, checkpoint: Make, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Engines have caches of their own, and refuse tensors that they do not know."""
+    model = quantized(checkpoint("llama", "float").model, int8_cache=True)
+    save_checkpoint(tmp_path / "cached", model, tokenizer, "quantize", Recipe())
+    found, settings = load_checkpoint(tmp_path / "cached"), ExportSettings(formats=[name])
+    write_graph(found, tmp_path, settings)
+    write_formats(found, tmp_path, settings)
+    written = {tensor for tensor, _ in format_module(name).read(tmp_path, model.config)}
+    assert written == {tensor for tensor, _ in stored_matrices(model)}
+    assert not any("cached" in tensor for tensor in written)
 
 
 @pytest.mark.parametrize("name", ["gguf", "compressed-tensors", "openvino"])

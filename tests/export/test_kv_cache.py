@@ -46,8 +46,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, byte_tokenizer: Tokeni
 
 def scales(model: GPT) -> list[torch.Tensor]:
     """Scales (G, 1, D) of the keys of the first layer, of its values, of the keys of the second."""
-    names = model.config.cached_parts()
-    return [dict(model.named_buffers())[f"{name}.scale"][:, None] for name in names]
+    return [scale[:, None] for scale in fake_quant.cache_scales(model).values()]
 
 
 @torch.no_grad()
@@ -124,7 +123,7 @@ def test_the_scales_survive_a_checkpoint(
     lacking.config = model.config
     with raises(Code.MISMATCH, f"{first}.scale: absent"):
         load_checkpoint(save(lacking, byte_tokenizer, tmp_path / "lacking"))
-    dict(model.named_buffers())[f"{first}.scale"][0, 0] = 0
+    scales(model)[0][0] = 0
     with raises(Code.MALFORMED, f"{first}.scale is not positive"):
         load_checkpoint(save(model, byte_tokenizer, tmp_path / "zero"))
 
